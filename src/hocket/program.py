@@ -142,6 +142,32 @@ def recv_of(kind: Op, stage: int, microbatch: int) -> Action:
     return Action(Op.RECV_F if kind == Op.F else Op.RECV_B, consumer_stage(kind, stage), microbatch)
 
 
+def unfold(actions: Sequence[Action]) -> list[Action]:
+    """The order in which a rank runs `actions` when the parts of a pair run one after the other.
+
+    A SEND that directly follows a pair leaves as soon as the part that makes its value is done: so the forward's
+    SENDs come before the backward.
+    """
+    if not any(action.parts for action in actions):
+        return list(actions)
+    flat: list[Action] = []
+    index = 0
+    while index < len(actions):
+        action = actions[index]
+        index += 1
+        if not action.parts:
+            flat.append(action)
+            continue
+        first, second = action.parts
+        early, late = [], []
+        while index < len(actions) and actions[index].op.is_send:
+            send = actions[index]
+            (early if message(send) == (Op.F, first.stage, first.microbatch) else late).append(send)
+            index += 1
+        flat += [first, *early, second, *late]
+    return flat
+
+
 # --- placements and programs --------------------------------------------------------------------------------------
 
 
@@ -310,7 +336,9 @@ def _excerpt_line(
 def _check_homes(homes: Mapping[int, int], num_ranks: int) -> None:
     if homes and max(homes) != len(homes) - 1:
         missing = next(s for s in range(max(homes)) if s not in homes)
-        raise ParseError(f"no action computes stage {missing}, but stage {max(homes)} has some; number stages from 0 on")
+        raise ParseError(
+            f"no action computes stage {missing}, but stage {max(homes)} has some; number stages from 0 on"
+        )
     idle = set(range(num_ranks)) - set(homes.values())
     if idle:
         raise ParseError(f"rank {min(idle)} of {num_ranks} computes nothing; drop its line or give it a stage")

@@ -1,0 +1,3 @@
+"""hocket: pipeline-parallel training in PyTorch. This door opens without torch."""
+
+from hocket.errors import HocketError
