@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hocket.errors import PartitionError
 
@@ -37,4 +38,4 @@ def partition_layers(n_layers: int, num_stages: int, costs: Sequence[float] | No
 def _even(total: int, parts: int) -> list[range]:
     size, longer = divmod(total, parts)
     bounds = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in pairwise(bounds)]
