@@ -274,7 +274,8 @@ def run_torchrun(
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+        # Not unbuffered: the pieces of one print would mix with those of the other ranks.
+        env={**os.environ, **(env or {})},
         start_new_session=True,
     )
     shown = " ".join(command[1:])

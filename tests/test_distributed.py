@@ -148,7 +148,9 @@ def test_torchrun_is_stopped_in_time(tmp_path: Path):
     script = tmp_path / "script.py"
     pids = tmp_path / "pids"
     pids.mkdir()
-    script.write_text(f"import os, time\nopen(f'{pids}/{{os.getpid()}}', 'w')\nprint('sleeping')\ntime.sleep(1000)\n")
+    script.write_text(
+        f"import os, time\nopen(f'{pids}/{{os.getpid()}}', 'w')\nprint('sleeping', flush=True)\ntime.sleep(1000)\n"
+    )
     with pytest.raises(AssertionError, match=r"not done after 10 s[\s\S]*sleeping"):
         run_torchrun(script, 1, timeout=10)
     (pid,) = [int(p.name) for p in pids.iterdir()]
