@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from hocket.program import Action, Op, Placement, Program
-from hocket.schedules.orders import by_rows, columns, drop_padding, fixed_rounds, program_of
+from hocket.schedules.orders import by_rows, columns, drop_padding, even_rounds, fixed_rounds, program_of
 from hocket.schedules.registry import ScheduleConfig, register_schedule
 
 
@@ -38,14 +38,12 @@ def interleaved_order(config: Interleaved1F1BConfig, rank: int, ranks: int, micr
     """Forwards from row 0, backwards after the warm-up; weight halves follow their input halves with a lag.
 
     The lag grows with the rank as the warm-up shrinks, so that all ranks hold equally much, and the weight halves left
-    for the end fill the cool-down. Several stages per rank take turns, a round of `ranks` microbatches each; the order
-    is laid out for whole rounds.
+    for the end fill the cool-down. Several stages per rank take turns, a round of microbatches each.
     """
-    per_rank = config.num_stages_per_rank
-    depth = _depth(config)
-    warmup = depth * (ranks - rank - 1) + ranks * (per_rank - 1)
+    per_rank, depth = config.num_stages_per_rank, _depth(config)
+    rounds = [range(microbatches)] if per_rank == 1 else _rounds(ranks, microbatches, depth)
+    warmup = depth * (ranks - rank - 1) + max(map(len, rounds)) * (per_rank - 1)
     stages = range(rank, ranks * per_rank, ranks)
-    rounds = [range(microbatches)] if per_rank == 1 else fixed_rounds(microbatches, ranks)
     forwards = (0, columns(Op.F, stages, rounds))
     if config.zero_bubble:
         inputs = (warmup, columns(Op.I, reversed(stages), rounds))
@@ -54,6 +52,23 @@ def interleaved_order(config: Interleaved1F1BConfig, rank: int, ranks: int, micr
     else:
         order = by_rows(forwards, (warmup, columns(Op.B, reversed(stages), rounds)))
     return order if rounds[-1].stop == microbatches else drop_padding(order, microbatches)
+
+
+def _rounds(ranks: int, microbatches: int, depth: int) -> list[range]:
+    """Rounds of `ranks` microbatches, in which the ring of ranks is full; what is over goes where it costs least.
+
+    A few left over join the rounds there are: a little more memory, and no bubble. Many left over make a last round
+    that is short, which leaves the memory as it is. With a last round of q, rank 0 runs a forward that needs, by way of
+    the last rank, a backward of its own from depth * (ranks - 1) - 2q - 1 rows later: unless that is negative, the last
+    round must be laid out as if it were full.
+    """
+    over = microbatches % ranks
+    if microbatches < ranks or 2 * over < ranks:
+        return even_rounds(microbatches, ranks)
+    rounds = fixed_rounds(microbatches, ranks)
+    if 2 * over >= depth * (ranks - 1):
+        rounds[-1] = range(microbatches - over, microbatches)
+    return rounds
 
 
 def _depth(config: Interleaved1F1BConfig) -> int:

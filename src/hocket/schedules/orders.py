@@ -8,7 +8,7 @@ steady state where all columns do, cool-down where the forwards have run out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 
 from hocket.program import Action, Op, Placement, Program
 
@@ -37,14 +37,14 @@ def even_rounds(microbatches: int, at_least: int) -> list[range]:
     """As many rounds as have `at_least` microbatches each (at least one round), sizes differing by one at most."""
     count = max(1, microbatches // at_least)
     bounds = [index * microbatches // count for index in range(count + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def by_rows(*begun: tuple[int, Sequence[Action]]) -> list[Action]:
     """Read columns row by row; each comes with the row on which it begins. Rows without an action take no room."""
     edges = sorted({row for first, actions in begun for row in (first, first + len(actions))})
     order: list[Action] = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         live = [actions[low - first : high - first] for first, actions in begun if first <= low < first + len(actions)]
         block: list[Action] = [None] * (len(live) * (high - low))  # type: ignore[list-item]
         for index, actions in enumerate(live):

@@ -17,7 +17,7 @@ import difflib
 import gc
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -142,7 +142,7 @@ def build_rank(config: ScheduleConfig, rank: int, *, ranks: int, microbatches: i
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def _collector_paused() -> Generator[None]:
     """A program is a great many tuples and no cycle: the collector would walk them all, again and again, for nothing.
 
     For 64 ranks and 1024 microbatches that is more than half of the time.
@@ -204,7 +204,7 @@ def _mapping_from_text(text: str) -> Any:
 
 
 def _refuse_unknown_fields(config_type: type[ScheduleConfig], name: str, source: Mapping[str, Any]) -> None:
-    unknown = [str(key) for key in source if key not in config_type.model_fields]
+    unknown = [f"{key}" for key in source if key not in config_type.model_fields]
     if unknown:
         known = config_type.options()
         fields = f"its fields: {_list(known)}" if known else "it takes no fields"

@@ -30,6 +30,4 @@ def zb_h2_order(config: ZBH2Config, rank: int, ranks: int, microbatches: int) ->
 @register_schedule(ZBH2Config, rank_order=zb_h2_order)
 def build_zb_h2(config: ZBH2Config, ranks: int, microbatches: int) -> Program:
     """One stage per rank, loop placement."""
-    return program_of(
-        Placement.loop(ranks), microbatches, lambda rank: zb_h2_order(config, rank, ranks, microbatches)
-    )
+    return program_of(Placement.loop(ranks), microbatches, lambda rank: zb_h2_order(config, rank, ranks, microbatches))
