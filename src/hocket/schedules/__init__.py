@@ -3,7 +3,7 @@
 from hocket.schedules.dual_pipe_v import DualPipeVConfig
 from hocket.schedules.gpipe import GPipeConfig
 from hocket.schedules.greedy import GreedyConfig
-from hocket.schedules.inference import InferenceConfig
+from hocket.schedules.inference import InferenceConfig, forward_only
 from hocket.schedules.interleaved import Interleaved1F1BConfig
 from hocket.schedules.looped_bfs import LoopedBFSConfig
 from hocket.schedules.registry import (
@@ -31,6 +31,7 @@ __all__ = [
     "build",
     "build_rank",
     "config_type_of",
+    "forward_only",
     "parse_schedule",
     "register_schedule",
     "schedule_names",

@@ -27,12 +27,19 @@ def inference_order(config: InferenceConfig, rank: int, ranks: int, microbatches
     A round of at least `ranks` microbatches returns from the last rank to the first just when it is wanted there, so
     nothing waits; smaller rounds than all microbatches at once keep fewer activations between the stages.
     """
-    stages = range(rank, ranks * config.num_stages_per_rank, ranks)
-    return columns(Op.F, stages, even_rounds(microbatches, ranks))
+    return _forwards(Placement.loop(ranks, config.num_stages_per_rank), rank, microbatches)
+
+
+def _forwards(placement: Placement, rank: int, microbatches: int) -> list[Action]:
+    return columns(Op.F, placement.stages_of(rank), even_rounds(microbatches, placement.num_ranks))
+
+
+def forward_only(placement: Placement, microbatches: int) -> Program:
+    """Forwards in rounds on any placement: how a schedule that trains evaluates."""
+    return program_of(placement, microbatches, lambda rank: _forwards(placement, rank, microbatches))
 
 
 @register_schedule(InferenceConfig, rank_order=inference_order)
 def build_inference(config: InferenceConfig, ranks: int, microbatches: int) -> Program:
     """Forwards in rounds of at least `ranks` microbatches."""
-    placement = Placement.loop(ranks, config.num_stages_per_rank)
-    return program_of(placement, microbatches, lambda rank: inference_order(config, rank, ranks, microbatches))
+    return forward_only(Placement.loop(ranks, config.num_stages_per_rank), microbatches)

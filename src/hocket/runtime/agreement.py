@@ -1,0 +1,71 @@
+"""How the ranks agree before anything is sent: one small control message a step, and the words behind a refusal.
+
+Each rank says whether its call can work, and what it knows of the batch. If all is well everywhere, all go on; if not,
+all raise the same error, which shows what each rank found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hocket.errors import ConfigError, HocketError
+from hocket.runtime.p2p import Transport
+
+
+def agree(transport: Transport | None, problem: HocketError | None, numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's `numbers`, by rank, if no rank has a `problem`; else raises on all ranks what the ranks found.
+
+    Equal for all ranks must be the number of `numbers`. Raises `problem` itself where it arose, and a ConfigError with
+    the same text elsewhere.
+    """
+    if transport is None:
+        if problem is not None:
+            raise problem
+        return [list(numbers)]
+    rows = transport.gather([problem is not None, *numbers])
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        texts = transport.gather_text("" if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        raise ConfigError("\n".join(f"on rank {rank}: {texts[rank]}" for rank in failed))
+    return [row[1:] for row in rows]
+
+
+def agree_on_text(transport: Transport | None, text: str) -> None:
+    """Raise ConfigError on all ranks, with the lines that differ, unless every rank gives the same `text`."""
+    if transport is None:
+        return
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    if len({row[0] for row in transport.gather([digest])}) == 1:
+        return
+    columns = [rank_text.splitlines() for rank_text in transport.gather_text(text)]
+    lines = []
+    for facts in zip(*columns, strict=False):
+        if len(set(facts)) > 1:
+            lines += [f"  rank {rank}: {fact}" for rank, fact in enumerate(facts)]
+    raise ConfigError(
+        "the ranks do not build the same pipeline; give build_schedule the same arguments on all of them:\n"
+        + "\n".join(lines)
+    )
+
+
+def signature(*values: Any) -> int:
+    """A number that stands for the shapes, dtypes and plain values of `values` on this rank."""
+    return hash(_describe(values))
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype, value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(_describe, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _describe(item)) for key, item in value.items())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (type(value).__name__, value)
+    return type(value).__qualname__

@@ -1,0 +1,231 @@
+"""Directed channels between this rank and its peers: tensors, headers, and the control line on which ranks agree.
+
+A channel a→b carries all messages from rank a to rank b in one order, that of the program; the other direction has a
+queue of its own. On gloo one group serves: messages match by (source, destination, tag), so directions never mix, and
+a tag of its own separates headers from tensors. NCCL matches by communicator alone and runs one operation of a
+communicator after the other, so each directed channel has its own two-rank communicator: as many as there are directed
+edges between neighbouring ranks, at most 2 x ranks for a loop and 2 x (ranks - 1) for a V. A posted receive can then
+hold up only later messages of its own channel, whose order both ends share. Headers and control go over a gloo group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hocket.errors import PeerError
+from hocket.runtime.payload import Layout, TensorMeta
+
+Name = tuple[int, int, int]
+"""A message: (kind, producing stage, microbatch), as in `hocket.program.message`."""
+
+# Gloo tags. The tail of a long header has its own: its receive is posted after those of later headers.
+_TENSORS, _HEADER, _HEADER_TAIL = 11, 12, 13
+_HEADER_BYTES = 512
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+@dataclass
+class _Incoming:
+    """A message that this rank awaits; `metas` is None until it is known what to allocate."""
+
+    name: Name
+    metas: Sequence[TensorMeta] | None
+    header: torch.Tensor | None = None
+    header_work: Work | None = None
+    layout: Layout | None = None
+    tensors: list[torch.Tensor] | None = None
+    works: list[Work] | None = None
+
+
+class Transport:
+    """This rank's ends of all its channels.
+
+    group: the pipeline's process group. edges: the directed channels (source, target) of the program, in group ranks.
+    device: where tensors live. Peers are group ranks throughout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.control = group if device.type == "cpu" else _gloo_group(group)
+        self._lanes = dict.fromkeys(edges, group) if device.type == "cpu" else _lanes(group, edges)
+        self._incoming: dict[int, deque[_Incoming]] = {}
+        self._ready: dict[Name, _Incoming] = {}
+        if device.type != "cpu":
+            self._warm_up()
+
+    # --- sending
+
+    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[Work]:
+        """Start sending contiguous `tensors` to `peer`; they must stay unchanged until the works are done."""
+        lane = self._lanes[self.rank, peer]
+        target = self._lane_rank(lane, peer)
+        return [lane.send([_wire(t)], target, _TENSORS) for t in tensors if t.numel()]
+
+    def send_header(self, peer: int, layout: Layout) -> list[Work]:
+        """Tell `peer` what the next message of this channel is."""
+        data = layout.to_bytes()
+        first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
+        first[: min(len(raw), _HEADER_BYTES)] = raw[:_HEADER_BYTES]
+        works = [self.control.send([first], peer, _HEADER)]
+        if len(raw) > _HEADER_BYTES:
+            works.append(self.control.send([raw[_HEADER_BYTES:].contiguous()], peer, _HEADER_TAIL))
+        return works
+
+    # --- receiving
+
+    def post(self, peer: int, name: Name, metas: Sequence[TensorMeta] | None, *, header: bool) -> None:
+        """Post the receive of message `name` from `peer`, the next one of that channel.
+
+        `metas` says what its tensors are; None where that is not known yet: either a header tells it (`header`), or
+        `take` does.
+        """
+        message = _Incoming(name, metas)
+        if header:
+            message.header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            message.header_work = self.control.recv([message.header], peer, _HEADER)
+        queue = self._incoming.get(peer)
+        if queue is None:
+            queue = self._incoming[peer] = deque()
+        self._ready[name] = message
+        if metas is not None and not queue:
+            self._start(peer, message, metas)
+        else:
+            queue.append(message)
+
+    def take(
+        self, peer: int, name: Name, metas: Sequence[TensorMeta] | None
+    ) -> tuple[Layout | None, list[torch.Tensor]]:
+        """Wait for message `name`; gives the layout of its header, if it had one, and its tensors.
+
+        `metas` tells what the tensors are where `post` did not know it yet.
+        """
+        message = self._ready.pop(name)
+        if message.works is None:
+            message.metas = message.metas if message.metas is not None else metas
+            self._start_until(peer, message)
+        assert message.works is not None
+        assert message.tensors is not None
+        for work in message.works:
+            work.wait()
+        return message.layout, message.tensors
+
+    def _start_until(self, peer: int, wanted: _Incoming) -> None:
+        """Start the receives of this channel, in order, up to `wanted` and as far as layouts are known."""
+        queue = self._incoming[peer]
+        while queue and (wanted.works is None or queue[0].metas is not None):
+            message = queue.popleft()
+            if message.metas is None:
+                message.layout = self._read_header(peer, message)
+                message.metas = message.layout.tensors
+            self._start(peer, message, message.metas)
+
+    def _start(self, peer: int, message: _Incoming, metas: Sequence[TensorMeta]) -> None:
+        lane = self._lanes[peer, self.rank]
+        source = self._lane_rank(lane, peer)
+        message.tensors = [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
+        message.works = [lane.recv([_wire(t)], source, _TENSORS) for t in message.tensors if t.numel()]
+
+    def _read_header(self, peer: int, message: _Incoming) -> Layout:
+        if message.header is None or message.header_work is None:
+            raise PeerError(f"message {message.name} from rank {peer} came before this rank could know its layout")
+        message.header_work.wait()
+        raw = message.header.numpy().tobytes()
+        length = int.from_bytes(raw[:8], "little")
+        data = raw[8 : 8 + length]
+        if length > len(data):
+            rest = torch.empty(length - len(data), dtype=torch.uint8)
+            self.control.recv([rest], peer, _HEADER_TAIL).wait()
+            data += rest.numpy().tobytes()
+        return Layout.from_bytes(data)
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._incoming.clear()
+        self._ready.clear()
+
+    # --- control
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control message of a step."""
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyone = torch.empty(self.size * len(numbers), dtype=torch.int64)
+        self.control._allgather_base(everyone, mine).wait()
+        return everyone.view(self.size, len(numbers)).tolist()
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's `text`, by rank; cut after 4000 bytes."""
+        data = text.encode()[:4000].ljust(4000, b"\0")
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = torch.empty(self.size * len(data), dtype=torch.uint8)
+        self.control._allgather_base(everyone, mine).wait()
+        rows = everyone.view(self.size, len(data))
+        return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """`tensor` (on the CPU) of rank `source`, on every rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self.control.broadcast([tensor], options).wait()
+        return tensor
+
+    # --- communicators
+
+    def _lane_rank(self, lane: dist.ProcessGroup, peer: int) -> int:
+        if lane is self.group:
+            return peer
+        return dist.get_group_rank(lane, dist.get_global_rank(self.group, peer))
+
+    def _warm_up(self) -> None:
+        """Open every communicator before the first step, edge by edge in one order for all, with one fixed dtype."""
+        token = torch.zeros(1, dtype=torch.float32, device=self.device)
+        for (source, target), lane in sorted(self._lanes.items()):
+            if source == self.rank:
+                lane.send([token], self._lane_rank(lane, target), 0).wait()
+            elif target == self.rank:
+                lane.recv([token], self._lane_rank(lane, source), 0).wait()
+        torch.accelerator.synchronize(self.device)
+
+
+def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return _new_group(dist.get_process_group_ranks(group), "gloo", "hocket control")
+
+
+def _new_group(ranks: list[int], backend: str | None, description: str) -> dist.ProcessGroup:
+    group = dist.new_group(
+        ranks, backend=backend, timeout=timedelta(minutes=30), use_local_synchronization=True, group_desc=description
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _lanes(group: dist.ProcessGroup, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """One two-rank communicator for each directed edge that touches this rank, made in one order by all."""
+    me = dist.get_rank(group)
+    lanes = {}
+    for edge in sorted(edges):
+        if me in edge:
+            ranks = sorted(dist.get_global_rank(group, r) for r in edge)
+            lanes[edge] = _new_group(ranks, None, f"hocket {edge[0]}->{edge[1]}")
+    return lanes
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as backends take it: those that know few dtypes move its bytes."""
+    if tensor.device.type == "cpu" or tensor.dtype in _NCCL_DTYPES:
+        return tensor
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+_NCCL_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8}

@@ -1,0 +1,99 @@
+"""What a step gives back, and how the last stage's outputs become losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hocket.errors import ConfigError
+
+LossReduction = Literal["mean", "sum"]
+LossFn = Callable[[Any, Any], Any]
+"""loss_fn(outputs, target) -> a scalar tensor, or (scalar, metrics)."""
+
+
+@dataclass
+class StepResult:
+    """The outcome of one step on this rank.
+
+    Where the last stage lives (`loss_rank`, a rank of the pipeline group): the batch's `loss`, unscaled; `losses`, one
+    for each microbatch; `metrics`, averaged like the loss. Elsewhere these are None, [] and {}. `outputs` only if asked
+    for. Seconds are this rank's: of the whole step, spent computing, and spent waiting for messages.
+    """
+
+    loss_rank: int
+    loss: torch.Tensor | None = None
+    losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    outputs: Any = None
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class LossCollector:
+    """Turns the last stage's output of each microbatch into the tensor that backward starts from.
+
+    weights: what each microbatch's loss counts in the batch's; `scale` multiplies before backward only.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn | None,
+        targets: Sequence[Any] | None,
+        weights: Sequence[float],
+        scale: float | torch.Tensor,
+        keep_outputs: bool,
+    ):
+        self.loss_fn, self.targets, self.weights, self.scale = loss_fn, targets, weights, scale
+        self.losses: list[torch.Tensor | None] = [None] * len(weights)
+        self.metrics: list[Mapping[str, Any]] = [{}] * len(weights)
+        self.outputs: list[Any] | None = [None] * len(weights) if keep_outputs else None
+
+    def __call__(self, microbatch: int, output: Any) -> torch.Tensor | None:
+        if self.outputs is not None:
+            self.outputs[microbatch] = _detached(output)
+        if self.loss_fn is None:
+            return None
+        loss = self.loss_fn(output, microbatch if self.targets is None else self.targets[microbatch])
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
+            loss, metrics = loss
+            self.metrics[microbatch] = {name: _detached(value) for name, value in metrics.items()}
+        _check_scalar(loss)
+        self.losses[microbatch] = loss.detach()
+        return loss * (self.weights[microbatch] * self.scale)
+
+    def finish(self, result: StepResult) -> None:
+        """Write the batch's loss and metrics into `result`."""
+        if self.loss_fn is not None:
+            result.losses = [loss for loss in self.losses if loss is not None]
+            result.loss = _weighted(result.losses, self.weights)
+            result.metrics = {
+                name: _weighted([metrics[name] for metrics in self.metrics], self.weights) for name in self.metrics[0]
+            }
+
+
+def _weighted(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total
+
+
+def _detached(value: Any) -> Any:
+    return pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"loss_fn returned {type(loss).__name__}; return a scalar tensor, or (scalar tensor, metrics mapping)"
+        )
+    if loss.numel() != 1:
+        raise ConfigError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return a scalar: reduce it with .mean() or .sum()"
+        )

@@ -1,0 +1,157 @@
+"""One stage: a module with its forward, its backward in one piece or two, and a store for each microbatch.
+
+The store holds what backward needs and nothing else: the leaves that stand for the stage's inputs, and the places in
+the autograd graph where the outputs' gradients enter. It is emptied as soon as a value is consumed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hocket.runtime.backward import BackwardSplitter
+from hocket.runtime.info import PipelineStageInfo
+from hocket.runtime.payload import Layout, as_call, pack, unpack
+
+
+class _Entry(torch.autograd.Function):
+    """Gives a stage its input as a tensor of its own: no leaf and no view, so that in-place ops on it work."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
+        return grads[0]
+
+
+class Received(NamedTuple):
+    """What came from the stage before, and whether that lives on this rank."""
+
+    layout: Layout
+    tensors: list[torch.Tensor]
+    local: bool
+
+
+@dataclass
+class Saved:
+    """What backward of one microbatch needs."""
+
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    """The inputs that require grad, in the order of their layout."""
+    outputs: list[Any] = field(default_factory=list)
+    """The outputs that require grad, in the order of their layout."""
+    gradients: list[torch.Tensor] | None = None
+    """The gradients of the outputs, if this rank made them; else they arrive in a message."""
+
+
+class Stage:
+    """One stage of the pipeline on this rank. `split` says whether its program has I and W."""
+
+    def __init__(self, module: nn.Module, info: PipelineStageInfo, *, split: bool):
+        self.module, self.info, self.index = module, info, info.current_stage
+        self.splitter = BackwardSplitter(module, split=split)
+        self.saved: dict[int, Saved] = {}
+        self._takes = _keyword_filter(module)
+
+    def forward(
+        self,
+        microbatch: int,
+        received: Received | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+    ) -> Any:
+        """Run the module on what the stage before has sent (or, on stage 0, on `args`), and on the step's kwargs."""
+        saved = Saved()
+        if received is not None:
+            args, sent = self._enter(received, saved, train=train)
+            kwargs = {**self._takes(kwargs), **sent}
+        else:
+            kwargs = self._takes(kwargs)
+        if not train:
+            return self.module(*args, **kwargs)
+        self.saved[microbatch] = saved
+        with self.splitter.forward_scope(microbatch):
+            return self.module(*args, **kwargs)
+
+    def _enter(self, received: Received, saved: Saved, *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = received.tensors
+        if train:
+            tensors = list(tensors)
+            for index in received.layout.grads:
+                leaf = tensors[index].requires_grad_()
+                saved.leaves.append(leaf)
+                # The stage before still holds a tensor that it handed over; in-place ops must not reach it.
+                tensors[index] = leaf.clone() if received.local else _Entry.apply(leaf)
+        return as_call(unpack(received.layout, tensors))
+
+    def leave(self, microbatch: int, output: Any) -> tuple[Layout, list[torch.Tensor]]:
+        """Note which outputs need gradients, and return all of them detached, as they travel on."""
+        layout, tensors = pack(output)
+        saved = self.saved.get(microbatch)
+        if saved is not None:
+            saved.outputs = [tensors[index] for index in layout.grads]
+        return layout, [t.detach() for t in tensors]
+
+    def backward_full(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+        """B. Gradients of the outputs in (None: the loss itself is the output), of the inputs out."""
+        return self._backward(self.splitter.backward_full, microbatch, gradients)
+
+    def backward_input(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+        """I: like B, but what the weights need may be left to W."""
+        return self._backward(self.splitter.backward_input, microbatch, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: the rest of I."""
+        self.splitter.backward_weight(microbatch)
+
+    def _backward(
+        self,
+        run: Callable[..., Sequence[torch.Tensor | None]],
+        microbatch: int,
+        gradients: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        saved = self.saved.pop(microbatch)
+        found: Sequence[torch.Tensor | None] = [None] * len(saved.leaves)
+        if saved.outputs:
+            found = run(microbatch, saved.outputs, gradients or [None] * len(saved.outputs), saved.leaves)
+        return [
+            torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad
+            for leaf, grad in zip(saved.leaves, found, strict=True)
+        ]
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        for microbatch in list(self.saved):
+            self.splitter.discard(microbatch)
+        self.saved.clear()
+
+
+def _keyword_filter(module: nn.Module) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Which of the step's keyword arguments the module's forward takes: those it names, or all if it has `**kwargs`."""
+    parameters = inspect.signature(_innermost(module).forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return lambda kwargs: {name: value for name, value in kwargs.items() if name in names}
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The module whose signature counts, inside wrappers that take anything and pass it on."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
