@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hocket.cost import CostModel
-from hocket.errors import HocketError
+from hocket.errors import ConfigError, HocketError, ProgramError, ScheduleError
 from hocket.partition import partition_layers, split_microbatch_ranges
 from hocket.passes import lower
 from hocket.program import Action, Op, Placement, Program
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "ConfigError",
     "CostModel",
     "DualPipeVConfig",
     "GPipeConfig",
@@ -42,6 +43,8 @@ __all__ = [
     "PipelineStageInfo",
     "Placement",
     "Program",
+    "ProgramError",
+    "ScheduleError",
     "Timeline",
     "ZeroBubbleVConfig",
     "build",

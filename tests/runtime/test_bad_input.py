@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from distributed import run_distributed
@@ -118,6 +117,5 @@ def test_ranks_that_make_different_calls() -> None:
 
 
 def test_more_microbatches_than_the_definition_allows() -> None:
-    with pytest.raises(ConfigError, match="8"):
+    with pytest.raises(ConfigError, match="needs at least 2 microbatches per rank, here 2 for 1 ranks, got 1"):
         _build("dual_pipe_v", count=1)
-    torch.manual_seed(0)
