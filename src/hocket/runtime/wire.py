@@ -236,7 +236,7 @@ def _load_meta(name: str, shape: Any, grad: bool) -> TensorMeta:
     dtype = DTYPES[name]
     sizes = torch.Size([_size(n) for n in _expect(shape, list)])
     if len(sizes) > MAX_DIMS or math.prod(max(n, 1) for n in sizes) * dtype.itemsize > _LARGEST:
-        raise PayloadError(f"a layout describes a tensor that cannot be, of shape {str(list(sizes)):.80} and {dtype}")
+        raise PayloadError(f"a layout describes a tensor that cannot be, of shape {list(sizes)!s:.80} and {dtype}")
     if _expect(grad, bool) and not (dtype.is_floating_point or dtype.is_complex):
         raise PayloadError(f"a layout describes a tensor of {dtype} that requires grad")
     return TensorMeta(dtype, sizes, grad)
@@ -244,7 +244,7 @@ def _load_meta(name: str, shape: Any, grad: bool) -> TensorMeta:
 
 def _checked_dict(keys: tuple[Node, ...], children: tuple[Node, ...]) -> Node:
     if len(keys) != len(children) or len(set(keys)) != len(keys) or not all(map(is_key, keys)):
-        raise PayloadError(f"a layout has a dict of {len(children)} values with the keys {str(keys):.80}")
+        raise PayloadError(f"a layout has a dict of {len(children)} values with the keys {keys!s:.80}")
     return "dict", keys, children
 
 
