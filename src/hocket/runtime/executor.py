@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import torch
 
 from hocket.errors import ConfigError, PipelineError, StageError
 from hocket.program import Action, Op, Program, message, unfold
+from hocket.runtime.context import Place, StepContext, enter
 from hocket.runtime.p2p import Transport, Work
 from hocket.runtime.payload import Layout, TensorMeta
 from hocket.runtime.release import releases
@@ -36,6 +36,7 @@ class StepPlan:
     layouts: dict[Name, Layout] | None
     """Of the messages, by name, if a step with the same inputs has been seen; None: each message brings its own."""
     train: bool
+    context: StepContext
 
 
 @dataclass
@@ -82,7 +83,6 @@ class Executor:
         self.home = program.placement.stage_to_rank
         self.releases = releases(program, rank) if transport else {}
         self.hooks: list[Hook] = []
-        self.scope: Callable[[int, int], AbstractContextManager[Any]] | None = None
         self.record = Record()
         self.current: Action | None = None
         self._clear()
@@ -96,6 +96,7 @@ class Executor:
     def forget(self) -> None:
         """Drop what a failed step left behind."""
         self._clear()
+        enter(None)
         for stage in self.stages.values():
             stage.forget()
         if self.transport:
@@ -118,6 +119,7 @@ class Executor:
             if action.op.is_compute:
                 record.computed += ended - begun
         self.current = None
+        enter(None)
         for works in self._sending.values():
             for work in works:
                 work.wait()
@@ -157,6 +159,7 @@ class Executor:
         stage, plan = self.stages[index], self.plan
         received = self._receive(index, microbatch) if index > 0 else None
         args = plan.args[microbatch] if index == 0 else ()
+        enter(Place(plan.context, index, microbatch, recording=True))
         output = self._guard(stage.forward, microbatch, received, args, plan.kwargs[microbatch], train=plan.train)
         if index == self.last:
             root = self._guard(plan.objective, microbatch, output) if plan.objective else None
@@ -205,6 +208,7 @@ class Executor:
                 gradients = self._handed.pop(name)
             else:
                 gradients = self._take(source, name, _gradients_of(self.seen[Op.F, index, microbatch]))[1]
+        enter(Place(self.plan.context, index, microbatch, recording=False))
         found = self._guard(run, microbatch, gradients)
         if index == 0:
             return

@@ -17,12 +17,13 @@ from hocket.errors import ConfigError, HocketError, StageError
 from hocket.passes import lower
 from hocket.program import Op, Program
 from hocket.runtime.agreement import agree, agree_on_text, signature
+from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
 from hocket.runtime.info import PipelineStageInfo
 from hocket.runtime.microbatch import Microbatches, SplitRule, merge_outputs, split_step
 from hocket.runtime.p2p import Transport
 from hocket.runtime.payload import Layout
-from hocket.runtime.result import LossCollector, LossFn, LossReduction, StepResult
+from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
 from hocket.runtime.stage import Stage
 from hocket.schedules import InferenceConfig, ScheduleConfig, build, forward_only, parse_schedule
 from hocket.verify import verify
@@ -114,6 +115,9 @@ class PipelineSchedule:
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
         self._first_rank = program.placement.rank_of(0)
+        self.steps = 0
+        """Training steps done; `keyed_rng` draws on it, so set it when a run is resumed."""
+        self.seed = torch.initial_seed()
 
     # --- what the user calls
 
@@ -204,15 +208,19 @@ class PipelineSchedule:
         count, batch, key = self._agree(train, count, args, kwargs, targets)
         layouts = None if self._dynamic else self._layouts.get(key)
         parts = self._divide(args, kwargs, targets, count, batch, layouts is not None)
-        collector = self._collector(train, parts, targets is not None, loss_scale, return_outputs)
+        weights = weights_of(self._reduction, parts.sizes, parts.count)
+        collector = self._collector(train, parts, targets is not None, weights, loss_scale, return_outputs)
+        aux = AuxCollector(weights)
         executor = self._executor(train, count)
         executor.hooks = self._hooks
+        context = StepContext(self.steps, self.seed, weights, loss_scale, aux)
         with nullcontext() if train else torch.no_grad():
-            executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train))
+            executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train, context))
         if layouts is None and not self._dynamic:
             self._remember(key, executor.seen)
+        self.steps += train
         result = StepResult(self.loss_rank, seconds=time.perf_counter() - begun, wait_seconds=executor.record.waited)
-        result.busy_seconds = executor.record.busy
+        result.busy_seconds, result.aux_losses = executor.record.busy, aux.totals
         if collector is not None:
             collector.finish(result)
             if collector.outputs is not None:
@@ -274,15 +282,16 @@ class PipelineSchedule:
         return parts
 
     def _collector(
-        self, train: bool, parts: Microbatches, has_targets: bool, loss_scale: float | torch.Tensor, keep: bool
+        self,
+        train: bool,
+        parts: Microbatches,
+        has_targets: bool,
+        weights: list[float],
+        loss_scale: float | torch.Tensor,
+        keep: bool,
     ) -> LossCollector | None:
         if self.rank != self.loss_rank:
             return None
-        sizes = parts.sizes
-        weights = [1.0] * parts.count
-        if self._reduction == "mean":
-            total = sum(sizes) if sizes else parts.count
-            weights = [size / total for size in sizes] if sizes else [1 / parts.count] * parts.count
         loss_fn = self._loss_fn
         if not train and not has_targets and loss_fn is not None and self._targets_needed:
             loss_fn = None

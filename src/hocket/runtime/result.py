@@ -29,6 +29,8 @@ class StepResult:
     loss: torch.Tensor | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
+    aux_losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Auxiliary losses of this rank's stages, by name, averaged like the loss and summed over the stages."""
     outputs: Any = None
     seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -75,6 +77,32 @@ class LossCollector:
             result.metrics = {
                 name: _weighted([metrics[name] for metrics in self.metrics], self.weights) for name in self.metrics[0]
             }
+
+
+class AuxCollector:
+    """Adds up the auxiliary losses that stages of this rank report, each with its microbatch's weight."""
+
+    def __init__(self, weights: Sequence[float]):
+        self.weights = weights
+        self.totals: dict[str, torch.Tensor] = {}
+
+    def __call__(self, stage: int, microbatch: int, name: str, value: torch.Tensor) -> None:
+        value = value.detach() * self.weights[microbatch]
+        self.totals[name] = self.totals[name] + value if name in self.totals else value
+
+
+def weights_of(reduction: LossReduction, sizes: Sequence[int] | None, count: int) -> list[float]:
+    """What each microbatch's loss counts in the batch's: by size for a mean, fully for a sum.
+
+    This is the one place where losses are scaled. A mean over the batch is the sum over microbatches of
+    size / batch size times the microbatch's mean.
+    """
+    if reduction == "sum":
+        return [1.0] * count
+    if not sizes:
+        return [1 / count] * count
+    total = sum(sizes)
+    return [size / total for size in sizes]
 
 
 def _weighted(values: Sequence[Any], weights: Sequence[float]) -> Any:
