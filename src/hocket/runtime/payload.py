@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -199,7 +199,7 @@ def _context(kind: type, context: Any, depth: int) -> tuple[Node, bool]:
         return _plain(context, depth + 1), False
     except _RefusedError as refused:
         serial = _pytree.SUPPORTED_SERIALIZED_TYPES.get(kind)
-        if serial is None or serial.to_dumpable_context is None:
+        if serial is None or serial.to_dumpable_context is None or kind is defaultdict:
             raise _RefusedError(
                 f"a {kind.__qualname__}, whose pytree context holds {refused.what}; let flatten_fn return a context of "
                 "plain values, or register it with to_dumpable_context and from_dumpable_context"

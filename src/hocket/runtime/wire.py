@@ -10,7 +10,7 @@ A node says how a value is built. In Python it is a hashable tuple led by its ki
     ("tuple" | "list", children)      ("dict", keys, children)     ("named", class, children)
     ("tree", class, context, dumped, children)
 
-Classes travel by name and are looked up among what is already imported; nothing is imported or called to read bytes.
+Classes travel by name and are looked up among what is already imported; nothing is imported to read bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import enum
 import json
 import math
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class TensorMeta(NamedTuple):
 
 def to_bytes(node: Node, tensors: Sequence[TensorMeta]) -> bytes:
     """Raises PayloadError for a class that another process could not find by its name, and beyond `MAX_BYTES`."""
-    metas = [[DTYPE_NAMES[dtype], [int(n) for n in shape], grad] for dtype, shape, grad in tensors]
+    metas = [[DTYPE_NAMES[dtype], list(shape), grad] for dtype, shape, grad in tensors]
     body = json.dumps([_dump(node), metas], separators=(",", ":")).encode()
     if len(body) > MAX_BYTES:
         raise PayloadError(
@@ -75,7 +75,7 @@ def to_bytes(node: Node, tensors: Sequence[TensorMeta]) -> bytes:
 def from_bytes(data: bytes) -> tuple[Node, tuple[TensorMeta, ...]]:
     """Raises PayloadError for anything that `to_bytes` does not make; bounded in time and memory by len(data)."""
     if len(data) < 8 or data[:4] != _MAGIC:
-        raise PayloadError(f"{len(data)} bytes are no layout: they begin with {bytes(data[:4])!r}, not {_MAGIC!r}")
+        raise PayloadError(f"{len(data)} bytes are no layout: they begin with {data[:4]!r}, not {_MAGIC!r}")
     length = int.from_bytes(data[4:8], "little")
     if length != len(data) - 8 or length > MAX_BYTES:
         raise PayloadError(f"a layout of {length} bytes (at most {MAX_BYTES}) came with {len(data) - 8}")
@@ -201,14 +201,8 @@ def _load(value: Any, depth: int, kinds: Counter[str]) -> Node:
         case "named", [name, children]:
             return kind, _namedtuple_class(name, len(children)), _load_all(children, depth, kinds)
         case "tree", [name, context, dumped, children]:
-            tree = _tree_class(name)
-            return (
-                kind,
-                tree,
-                _load(context, depth + 1, kinds),
-                _expect(dumped, bool),
-                _load_all(children, depth, kinds),
-            )
+            tree = _tree_class(name, _expect(dumped, bool))
+            return kind, tree, _load(context, depth + 1, kinds), dumped, _load_all(children, depth, kinds)
         case "class", [name]:
             return kind, _find_class(*map(_text, name))
         case "enum", [name, member]:
@@ -263,8 +257,10 @@ def _namedtuple_class(name: Any, count: int) -> type:
     return cls
 
 
-def _tree_class(name: Any) -> type:
+def _tree_class(name: Any, dumped: bool) -> type:
     cls = _find_class(*map(_text, name))
+    if dumped and cls is defaultdict:
+        raise PayloadError("a layout has a defaultdict whose factory is to be imported")  # by torch's own conversion
     if cls not in _pytree.SUPPORTED_NODES:
         raise PayloadError(f"{cls.__module__}.{cls.__qualname__} is not registered as a pytree node in this process")
     return cls
