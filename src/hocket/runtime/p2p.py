@@ -50,18 +50,24 @@ class _Incoming:
 class Transport:
     """This rank's ends of all its channels.
 
-    group: the pipeline's process group. edges: the directed channels (source, target) of the program, in group ranks.
-    device: where tensors live. Peers are group ranks throughout.
+    group: the pipeline's process group. device: where tensors live. Peers are group ranks throughout. The control line
+    works at once, the channels when `open` has made them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, edges: Iterable[tuple[int, int]], device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.control = group if device.type == "cpu" else _gloo_group(group)
-        self._lanes = dict.fromkeys(edges, group) if device.type == "cpu" else _lanes(group, edges)
+        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._ready: dict[Name, _Incoming] = {}
-        if device.type != "cpu":
+
+    def open(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Make the directed channels (source, target) of the program; all ranks give the same edges."""
+        if self.device.type == "cpu":
+            self._lanes = dict.fromkeys(edges, self.group)
+        else:
+            self._lanes = _lanes(self.group, edges)
             self._warm_up()
 
     # --- sending

@@ -1,34 +1,30 @@
-"""What the user holds: `build_schedule` makes this rank's stages, and the schedule runs steps on them."""
+"""What the user holds: the schedule, which runs steps on this rank's stages."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from hocket.errors import ConfigError, HocketError, StageError
+from hocket.errors import ConfigError, HocketError
 from hocket.passes import lower
 from hocket.program import Op, Program
-from hocket.runtime.agreement import agree, agree_on_text, signature
+from hocket.runtime.agreement import agree, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
-from hocket.runtime.info import PipelineStageInfo
 from hocket.runtime.microbatch import Microbatches, SplitRule, merge_outputs, split_step
 from hocket.runtime.p2p import Transport
 from hocket.runtime.payload import Layout
 from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
 from hocket.runtime.stage import Stage
-from hocket.schedules import InferenceConfig, ScheduleConfig, build, forward_only, parse_schedule
+from hocket.runtime.tied import TiedWeights
+from hocket.schedules import ScheduleConfig, build, forward_only
 from hocket.verify import verify
-
-ModelProvider = Callable[[PipelineStageInfo], nn.Module]
 
 _UNKNOWN = -1
 
@@ -42,51 +38,16 @@ class PipelineInfo:
     has_last_stage: bool
 
 
-def build_schedule(
-    mesh: DeviceMesh | dist.ProcessGroup | None,
-    n_microbatches: int,
-    schedule_config: ScheduleConfig | Mapping[str, Any] | str,
-    model_provider: ModelProvider,
-    loss_fn: LossFn | None = None,
-    *,
-    loss_reduction: LossReduction = "mean",
-    split: Mapping[str | int, SplitRule] | None = None,
-    dynamic_shapes: bool = False,
-    run_pair: PairRunner | None = None,
-    device: torch.device | str | None = None,
-) -> tuple[PipelineInfo, list[nn.Module]]:
-    """Make this rank's stages and the schedule that runs them. Call it on every rank of the pipeline alike.
+@dataclass(frozen=True)
+class StepOptions:
+    """What `build_schedule` was told of every step."""
 
-    mesh: a DeviceMesh of one dimension or with one named "pp", a ProcessGroup, or None for the whole world (one process
-        if there is no process group).
-    schedule_config: a config, its mapping, JSON, or a bare name.
-    model_provider: called with a PipelineStageInfo for each stage of this rank, and only those; returns the module.
-    loss_fn: loss_fn(outputs, target) -> scalar or (scalar, metrics); without targets its second argument is the
-        microbatch's index. None: forward only.
-    loss_reduction: "mean" if loss_fn averages over the microbatch, "sum" if it adds up.
-    split: how arguments are divided into microbatches, by name or position: a dimension, "whole", or a function.
-    dynamic_shapes: True if what a stage returns may change shape while the step's inputs do not.
-    run_pair: runs the forward and the backward of an overlapped pair jointly; None: one after the other.
-    device: where tensors travel; by default the current accelerator if the group uses one, else the CPU.
-
-    Returns (info, modules), the modules in stage order. Raises ConfigError, on every rank, for arguments that cannot
-    work or that differ between ranks.
-    """
-    group = _group_of(mesh)
-    ranks = 1 if group is None else dist.get_world_size(group)
-    rank = 0 if group is None else dist.get_rank(group)
-    config = parse_schedule(schedule_config)
-    _check_arguments(config, n_microbatches, loss_fn, loss_reduction)
-    program = lower(build(config, ranks=ranks, microbatches=n_microbatches))
-    verify(program)
-    transport = None if group is None or ranks == 1 else Transport(group, _edges(program), _device(group, device))
-    agree_on_text(transport, _facts(config, n_microbatches, loss_reduction, program))
-    stages = _make_stages(program, rank, model_provider, transport)
-    schedule = PipelineSchedule(
-        config, program, rank, stages, transport, loss_fn, loss_reduction, split or {}, dynamic_shapes, run_pair
-    )
-    info = PipelineInfo(schedule, 0 in stages, program.num_stages - 1 in stages)
-    return info, [stage.module for stage in stages.values()]
+    loss_fn: LossFn | None
+    loss_reduction: LossReduction
+    split: Mapping[str | int, SplitRule]
+    dynamic_shapes: bool
+    run_pair: PairRunner | None
+    seed: int
 
 
 class PipelineSchedule:
@@ -99,17 +60,12 @@ class PipelineSchedule:
         rank: int,
         stages: dict[int, Stage],
         transport: Transport | None,
-        loss_fn: LossFn | None,
-        loss_reduction: LossReduction,
-        split: Mapping[str | int, SplitRule],
-        dynamic_shapes: bool,
-        run_pair: PairRunner | None,
+        ties: TiedWeights,
+        options: StepOptions,
     ):
         self.config, self.program, self.rank = config, program, rank
         self.n_microbatches = program.num_microbatches
-        self._stages, self._transport = stages, transport
-        self._loss_fn, self._reduction, self._split = loss_fn, loss_reduction, split
-        self._dynamic, self._run_pair = dynamic_shapes, run_pair
+        self._stages, self._transport, self._ties, self._options = stages, transport, ties, options
         self._hooks: list[Hook] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
@@ -117,7 +73,7 @@ class PipelineSchedule:
         self._first_rank = program.placement.rank_of(0)
         self.steps = 0
         """Training steps done; `keyed_rng` draws on it, so set it when a run is resumed."""
-        self.seed = torch.initial_seed()
+        self.seed = options.seed
 
     # --- what the user calls
 
@@ -164,6 +120,18 @@ class PipelineSchedule:
             mine = result.loss.detach().to("cpu", torch.float64).reshape(())
         return mine if self._transport is None else self._transport.broadcast(mine, self.loss_rank)
 
+    def share_metrics(self, result: StepResult) -> dict[str, float]:
+        """The batch's metrics and auxiliary losses, on every rank of the pipeline. Call it on all of them."""
+        names = sorted({*result.metrics, *result.aux_losses})
+        mine = {name: float(result.metrics.get(name, 0.0)) + float(result.aux_losses.get(name, 0.0)) for name in names}
+        if self._transport is None:
+            return mine
+        total: dict[str, float] = {}
+        for text in self._transport.gather_text(json.dumps(mine)):
+            for name, value in json.loads(text).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
     def add_hook(
         self, hook: Hook, *, op: Op | None = None, stage: int | None = None, microbatch: int | None = None
     ) -> Callable[[], None]:
@@ -206,19 +174,23 @@ class PipelineSchedule:
     ) -> StepResult:
         begun = time.perf_counter()
         count, batch, key = self._agree(train, count, args, kwargs, targets)
-        layouts = None if self._dynamic else self._layouts.get(key)
+        layouts = None if self._options.dynamic_shapes else self._layouts.get(key)
         parts = self._divide(args, kwargs, targets, count, batch, layouts is not None)
-        weights = weights_of(self._reduction, parts.sizes, parts.count)
+        weights = weights_of(self._options.loss_reduction, parts.sizes, parts.count)
         collector = self._collector(train, parts, targets is not None, weights, loss_scale, return_outputs)
         aux = AuxCollector(weights)
         executor = self._executor(train, count)
         executor.hooks = self._hooks
         context = StepContext(self.steps, self.seed, weights, loss_scale, aux)
+        if train:
+            self._ties.before_step()
         with nullcontext() if train else torch.no_grad():
             executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train, context))
-        if layouts is None and not self._dynamic:
+        if layouts is None and not self._options.dynamic_shapes:
             self._remember(key, executor.seen)
-        self.steps += train
+        if train:
+            self._ties.after_step()
+            self.steps += 1
         result = StepResult(self.loss_rank, seconds=time.perf_counter() - begun, wait_seconds=executor.record.waited)
         result.busy_seconds, result.aux_losses = executor.record.busy, aux.totals
         if collector is not None:
@@ -258,7 +230,7 @@ class PipelineSchedule:
     def _claim(self, args: tuple[Any, ...], targets: Any, count: int) -> int:
         """The batch size as this rank's inputs or targets tell it, or unknown."""
         if self.rank == self._first_rank:
-            found = split_step(args, {}, None, 1, split=self._split).batch_size
+            found = split_step(args, {}, None, 1, split=self._options.split).batch_size
         elif self.rank == self.loss_rank and isinstance(targets, torch.Tensor) and targets.dim():
             found = len(targets)
         else:
@@ -273,7 +245,7 @@ class PipelineSchedule:
         parts = None
         try:
             mine = args if 0 in self._stages else ()
-            parts = split_step(mine, kwargs, targets, count, split=self._split, batch_size=batch)
+            parts = split_step(mine, kwargs, targets, count, split=self._options.split, batch_size=batch)
         except ConfigError as error:
             problem = error
         if not known or problem:
@@ -292,7 +264,7 @@ class PipelineSchedule:
     ) -> LossCollector | None:
         if self.rank != self.loss_rank:
             return None
-        loss_fn = self._loss_fn
+        loss_fn = self._options.loss_fn
         if not train and not has_targets and loss_fn is not None and self._targets_needed:
             loss_fn = None
         if train and has_targets:
@@ -305,7 +277,7 @@ class PipelineSchedule:
         found = self._executors.get((train, count))
         if found is None:
             program = self._program(train, count)
-            found = Executor(program, self.rank, self._stages, self._transport, self._run_pair)
+            found = Executor(program, self.rank, self._stages, self._transport, self._options.run_pair)
             self._executors[train, count] = found
         return found
 
@@ -324,99 +296,6 @@ class PipelineSchedule:
         if len(self._layouts) >= 128:
             self._layouts.clear()
         self._layouts[key] = layouts
-
-
-# --- building
-
-
-def _group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if isinstance(mesh, DeviceMesh):
-        names = mesh.mesh_dim_names or ()
-        if "pp" in names:
-            return mesh.get_group("pp")
-        if mesh.ndim == 1:
-            return mesh.get_group()
-        raise ConfigError(
-            f"the mesh has dimensions {names or mesh.ndim}; name the pipeline's 'pp', or pass a mesh of one dimension"
-        )
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    raise ConfigError(f"mesh is {type(mesh).__name__}; pass a DeviceMesh, a ProcessGroup, or None for the whole world")
-
-
-def _check_arguments(config: ScheduleConfig, count: int, loss_fn: Any, reduction: str) -> None:
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"n_microbatches is {count!r}; give a whole number of at least 1")
-    if reduction not in get_args(LossReduction):
-        raise ConfigError(f"loss_reduction is {reduction!r}; choose 'mean' or 'sum'")
-    if loss_fn is None and not isinstance(config, InferenceConfig):
-        raise ConfigError(
-            f"schedule {config.schedule!r} trains, but loss_fn is None; give loss_fn, or use InferenceConfig"
-        )
-
-
-def _facts(config: ScheduleConfig, count: int, reduction: str, program: Program) -> str:
-    """What must be the same on all ranks, one fact a line."""
-    from hocket import __version__
-
-    return "\n".join(
-        [
-            f"hocket {__version__}",
-            f"schedule {config.model_dump_json()}",
-            f"n_microbatches {count}",
-            f"stages {program.num_stages}",
-            f"loss_reduction {reduction}",
-            f"program {hash((program.placement.stage_to_rank, program.ranks)):x}",
-        ]
-    )
-
-
-def _edges(program: Program) -> list[tuple[int, int]]:
-    home = program.placement.stage_to_rank
-    found = set()
-    for stage in range(program.num_stages - 1):
-        here, there = home[stage], home[stage + 1]
-        if here != there:
-            found |= {(here, there), (there, here)}
-    return sorted(found)
-
-
-def _device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if dist.get_backend(group) == "gloo" or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
-def _make_stages(program: Program, rank: int, provider: ModelProvider, transport: Transport | None) -> dict[int, Stage]:
-    split = any(part.op == Op.I for _, _, action in program.actions() for part in action.computes)
-    stages: dict[int, Stage] = {}
-    problem: HocketError | None = None
-    cause: Exception | None = None
-    for index in program.placement.stages_of(rank):
-        info = PipelineStageInfo(index, program.num_stages)
-        try:
-            module = provider(info)
-        except Exception as error:
-            problem, cause = (
-                StageError(f"rank {rank}: model_provider failed for stage {index}: {type(error).__name__}: {error}"),
-                error,
-            )
-            break
-        if not isinstance(module, nn.Module):
-            problem = ConfigError(
-                f"rank {rank}: model_provider returned {type(module).__name__} for stage {index}; return an nn.Module"
-            )
-            break
-        stages[index] = Stage(module, info, split=split)
-    try:
-        agree(transport, problem, [])
-    except StageError as error:
-        raise error from cause
-    return stages
 
 
 def _autocast_state() -> tuple[Any, ...]:
