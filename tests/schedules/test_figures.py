@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hocket.schedules import Interleaved1F1BConfig, build, parse_schedule
+from hocket.program import Program
+from hocket.schedules import Interleaved1F1BConfig, VHalfConfig, VMinConfig, build, parse_schedule, v_memory
 from schedules.paper_replay import replay
 
 DATA = Path(__file__).parents[1] / "data"
@@ -32,7 +33,8 @@ CONFIGS = {
     "zero_bubble_v": "zero_bubble_v",
     "dual_pipe_v": "dual_pipe_v",
 }
-ANOTHER_ORDER = ("v_half", "v_min")
+# Orders of our own: as good or better where F, I and W take equally long, and at most as much memory.
+ANOTHER_ORDER = {"V-Half": "v_half", "V-Min": "v_min"}
 
 
 @pytest.mark.parametrize("costs", COSTS)
@@ -45,6 +47,49 @@ def test_figures(fact, costs):
     assert times.makespan == pytest.approx(fact[costs]["makespan"], abs=1e-9)
     assert times.span == pytest.approx(fact[costs]["span"], abs=1e-9)
     assert times.peaks == fact["peak_per_rank"]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [f for f in FACTS["schedules"] if f["schedule"] in ANOTHER_ORDER],
+    ids=lambda f: f"{f['schedule']}-p{f['ranks']}",
+)
+def test_figures_of_the_v_with_less_memory(fact):
+    program = build(
+        parse_schedule(ANOTHER_ORDER[fact["schedule"]]), ranks=fact["ranks"], microbatches=fact["microbatches"]
+    )
+    assert max(replay(program).peaks) == max(fact["peak_per_rank"])
+    for costs, values in COSTS.items():
+        times = replay(program, *values)
+        # V-Half is packed for equal F, I and W; elsewhere it may lose up to 3 % to the known order (or win).
+        slack = 1.03 if fact["schedule"] == "V-Half" and costs != "F1B1W1" else 1
+        assert times.makespan <= fact[costs]["makespan"] * slack + 1e-9
+        assert times.span <= fact[costs]["span"] * slack + 1e-9
+
+
+@pytest.mark.parametrize("ranks", range(2, 14))
+def test_bubbles_of_the_v_with_less_memory(ranks):
+    """FACTS["v_memory_bubble"] for F = I = W = 1; V-Min is four ticks better where ranks % 3 == 2."""
+    microbatches = 2 * ranks + 4
+    half = replay(build(VHalfConfig(), ranks=ranks, microbatches=microbatches))
+    known = 1 if ranks == 2 else 3 * ranks - (4 if ranks % 2 else 7)
+    assert half.makespan - 6 * microbatches == known
+    assert max(half.peaks) == 2 * ((ranks + 2) // 2)
+    least = replay(build(VMinConfig(), ranks=ranks, microbatches=microbatches))
+    known = 4 * ranks - (5 if ranks % 3 else 7)
+    assert least.makespan - 6 * microbatches == known - (0 if ranks % 3 != 2 else 4 if ranks > 2 else 2)
+    assert max(least.peaks) == 2 * ((ranks + 4) // 3)
+
+
+@pytest.mark.parametrize("config", [VHalfConfig(), VMinConfig()], ids=lambda config: config.schedule)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 9, 14])
+def test_repeating_the_steady_state_is_what_packing_gives(monkeypatch, config, ranks):
+    microbatches = 4 * ranks + 9
+    stretched = build(config, ranks=ranks, microbatches=microbatches)
+    pack = v_memory._pack
+    monkeypatch.setattr(v_memory, "_pack", lambda wave, count, *rest: pack(wave, microbatches, *rest))
+    monkeypatch.setattr(v_memory, "_stretch", lambda order, more: order)
+    assert build(config, ranks=ranks, microbatches=microbatches) == stretched
 
 
 @pytest.mark.parametrize("row", FACTS["zero_bubble_paper"], ids=lambda row: row["model"])
@@ -72,9 +117,13 @@ def known_orders():
 
 @pytest.mark.parametrize("ranks,microbatches,schedule,lines", [*known_orders()])
 def test_known_orders(ranks, microbatches, schedule, lines):
-    if parse_schedule(schedule).schedule in ANOTHER_ORDER:
-        pytest.skip("another order of the same figures")
     built = build(parse_schedule(schedule), ranks=ranks, microbatches=microbatches)
+    if parse_schedule(schedule).schedule in ANOTHER_ORDER.values():
+        known = replay(Program.from_text("\n".join(lines)))
+        ours = replay(built)
+        assert ours.makespan <= known.makespan
+        assert max(ours.peaks) <= max(known.peaks)
+        return
     assert [line for line in built.to_text().splitlines() if line in lines] == lines
 
 

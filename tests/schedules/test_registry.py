@@ -29,7 +29,18 @@ from hocket.schedules import (
     schedule_names,
 )
 
-NAMES = {"inference", "gpipe", "looped_bfs", "1f1b", "zero_bubble_v", "dual_pipe_v", "greedy", "zb_h2"}
+NAMES = {
+    "inference",
+    "gpipe",
+    "looped_bfs",
+    "1f1b",
+    "zero_bubble_v",
+    "dual_pipe_v",
+    "greedy",
+    "zb_h2",
+    "v_half",
+    "v_min",
+}
 
 
 @pytest.mark.parametrize(

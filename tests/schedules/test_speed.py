@@ -13,6 +13,8 @@ LARGE = [
     "zero_bubble_v",
     "dual_pipe_v",
     '{"schedule": "greedy", "num_stages_per_rank": 2}',
+    "v_half",
+    "v_min",
 ]
 
 

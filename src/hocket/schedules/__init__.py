@@ -15,6 +15,7 @@ from hocket.schedules.registry import (
     register_schedule,
     schedule_names,
 )
+from hocket.schedules.v_memory import VHalfConfig, VMinConfig
 from hocket.schedules.zb_h2 import ZBH2Config
 from hocket.schedules.zero_bubble_v import ZeroBubbleVConfig
 
@@ -26,6 +27,8 @@ __all__ = [
     "Interleaved1F1BConfig",
     "LoopedBFSConfig",
     "ScheduleConfig",
+    "VHalfConfig",
+    "VMinConfig",
     "ZBH2Config",
     "ZeroBubbleVConfig",
     "build",
