@@ -8,8 +8,8 @@ What happens to an argument, or to `targets`:
    nothing but None and plain numbers, strings and bytes is a value like any other; for targets not even that.
 3. In anything else tensors are divided on dimension 0 if their length there is the batch size; all else goes whole.
 
-The batch size is what the first of these says: positional arguments, targets, keyword arguments; among each the first
-with a dimension as its rule, else the first tensor, by its length. Divided lists count by the sum of their parts.
+The batch size is the length of the first tensor that is not said to go whole: among positional arguments, then targets,
+then keyword arguments; on its rule's dimension or else on dimension 0. A divided list counts by the sum of its parts.
 """
 
 from __future__ import annotations
@@ -129,31 +129,30 @@ class _Column(NamedTuple):
     parts: list[Any] | None
     measures: bool
     """Whether its length may be the batch size."""
-    group: int
-    """Positional arguments, targets, keyword arguments: in this order they are asked for the batch size."""
 
 
 def _columns(
     args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, count: int, split: Mapping[str | int, SplitRule]
 ) -> list[_Column]:
-    columns = [_column(f"argument {i}", value, split.get(i), count, 0) for i, value in enumerate(args)]
-    columns.append(_column("targets", targets, split.get("targets"), count, 1))
-    columns += [_column(f"argument {name!r}", value, split.get(name), count, 2) for name, value in kwargs.items()]
+    """Positional arguments, targets, keyword arguments: the order in which they are asked for the batch size."""
+    columns = [_column(f"argument {i}", value, split.get(i), count) for i, value in enumerate(args)]
+    columns.append(_column("targets", targets, split.get("targets"), count))
+    columns += [_column(f"argument {name!r}", value, split.get(name), count) for name, value in kwargs.items()]
     return columns
 
 
-def _column(name: str, value: Any, rule: SplitRule | None, count: int, group: int) -> _Column:
+def _column(name: str, value: Any, rule: SplitRule | None, count: int) -> _Column:
     if rule is None:
         if type(value) is list and (name == "targets" or not _is_plain(value)):
             _check_count(name, value, count)
-            return _Column(name, value, None, value, True, group)
-        return _Column(name, value, None, None, True, group)
+            return _Column(name, value, None, value, True)
+        return _Column(name, value, None, None, True)
     if rule == "whole":
-        return _Column(name, value, None, [value] * count, False, group)
+        return _Column(name, value, None, [value] * count, False)
     if type(rule) is int:
-        return _Column(name, value, rule, None, True, group)
+        return _Column(name, value, rule, None, True)
     if callable(rule):
-        return _Column(name, value, None, _call_rule(name, value, rule, count), False, group)
+        return _Column(name, value, None, _call_rule(name, value, rule, count), False)
     raise ConfigError(f"split of {name} is {rule!r}; give a dimension, 'whole', or a function (value, n) -> list")
 
 
@@ -200,8 +199,7 @@ def _measure(columns: Sequence[_Column], known: int | Sequence[int] | None) -> B
 
 
 def _size(columns: Sequence[_Column]) -> int | None:
-    # Within positional arguments, targets and keyword arguments those with a rule speak first.
-    for column in sorted(columns, key=lambda c: (c.group, c.dim is None)):
+    for column in columns:
         if column.parts is not None:
             sizes = _part_sizes(column.parts) if column.measures else None
             if sizes:
@@ -287,7 +285,8 @@ def _divide_leaf(column: _Column, leaf: Any, batch: int, spans: Sequence[tuple[i
         if leaf.size(dim) != batch:
             raise ConfigError(
                 f"{column.name} is to be divided on dimension {column.dim}, where its shape {list(leaf.shape)} has "
-                f"{leaf.size(dim)} items, but the batch has {batch}; correct the dimension in split or the argument"
+                f"{leaf.size(dim)} items, but the batch has {batch}; "
+                "correct the argument or its dimension in split, or give 'whole' for what comes before it and is no batch data"
             )
     try:
         # Not torch.split: autograd would tie the microbatches of an input that requires grad to one node.
