@@ -285,8 +285,8 @@ def _divide_leaf(column: _Column, leaf: Any, batch: int, spans: Sequence[tuple[i
         if leaf.size(dim) != batch:
             raise ConfigError(
                 f"{column.name} is to be divided on dimension {column.dim}, where its shape {list(leaf.shape)} has "
-                f"{leaf.size(dim)} items, but the batch has {batch}; "
-                "correct the argument or its dimension in split, or give 'whole' for what comes before it and is no batch data"
+                f"{leaf.size(dim)} items, but the batch has {batch}; correct the argument or its dimension in split, "
+                "or give 'whole' for what comes before it and is no batch data"
             )
     try:
         # Not torch.split: autograd would tie the microbatches of an input that requires grad to one node.
