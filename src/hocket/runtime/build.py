@@ -72,15 +72,15 @@ def build_schedule(
     ranks = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
     transport = None if group is None or ranks == 1 else Transport(group, _device(group, device))
-    problem: HocketError | None = None
     try:
         config = parse_schedule(schedule_config)
         _check_arguments(config, n_microbatches, loss_fn, loss_reduction, init)
         program = lower(build(config, ranks=ranks, microbatches=n_microbatches))
         verify(program)
     except HocketError as error:
-        problem = error
-    agree(transport, problem, [])
+        agree(transport, error, [])
+        raise
+    agree(transport, None, [])
     agree_on_text(transport, _facts(config, n_microbatches, loss_reduction, program, tied, init))
     if transport:
         transport.open(_edges(program))

@@ -82,6 +82,8 @@ class Executor:
         self.last = program.num_stages - 1
         self.home = program.placement.stage_to_rank
         self.releases = releases(program, rank) if transport else {}
+        # The last I or B of each stage: behind it the stage's gradients are complete, or left to its W alone.
+        self.final = {part.stage: part.microbatch for a in self.order for part in a.computes if part.op in (Op.B, Op.I)}
         self.hooks: list[Hook] = []
         self.record = Record()
         self.current: Action | None = None
@@ -105,6 +107,8 @@ class Executor:
     def run(self, plan: StepPlan) -> None:
         """One step. Raises StageError for what the user's code raises, with rank, stage, microbatch and action."""
         self.plan = plan
+        for index, microbatch in self.final.items():
+            self.stages[index].final_microbatch = microbatch
         self.seen = {} if plan.layouts is None else plan.layouts
         self.record = record = Record()
         clock = time.perf_counter

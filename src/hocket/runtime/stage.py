@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hocket.runtime.backward import BackwardSplitter
+from hocket.runtime.data_parallel import gradient_sync
 from hocket.runtime.info import PipelineStageInfo
 from hocket.runtime.payload import Layout, as_call, pack, unpack
 
@@ -59,7 +60,10 @@ class Stage:
     def __init__(self, module: nn.Module, info: PipelineStageInfo, *, split: bool):
         self.module, self.info, self.index = module, info, info.current_stage
         self.splitter = BackwardSplitter(module, split=split)
+        self.sync = gradient_sync(module)
         self.saved: dict[int, Saved] = {}
+        self.final_microbatch = -1
+        """The microbatch whose backward is the stage's last of the step."""
         self._takes = _keyword_filter(module)
 
     def forward(
@@ -81,7 +85,7 @@ class Stage:
         if not train:
             return self.module(*args, **kwargs)
         self.saved[microbatch] = saved
-        with self.splitter.forward_scope(microbatch):
+        with self.sync.forward_scope(), self.splitter.forward_scope(microbatch):
             return self.module(*args, **kwargs)
 
     def _enter(self, received: Received, saved: Saved, *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -123,6 +127,7 @@ class Stage:
     ) -> list[torch.Tensor]:
         saved = self.saved.pop(microbatch)
         found: Sequence[torch.Tensor | None] = [None] * len(saved.leaves)
+        self.sync.before_backward(microbatch == self.final_microbatch)
         if saved.outputs:
             found = run(microbatch, saved.outputs, gradients or [None] * len(saved.outputs), saved.leaves)
         return [
