@@ -1,4 +1,4 @@
-"""Runs a program on paper: when each action starts and ends, or where it gets stuck.
+"""Runs a program on paper: when each action starts and ends, or where the ranks wait in a circle.
 
 One linear replay serves the communication pass, the checker and the simulator. The order of every rank's actions and
 of every channel's messages is fixed, so times follow from maxima and sums in any order that respects the
@@ -12,11 +12,16 @@ its values over by itself, after the hop's time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
-from hocket.program import Action, Op, Program, consumer_stage, message, needs, produces, unfold
+from hocket.program import Action, Op, Program, consumer_stage, message
+
+if TYPE_CHECKING:
+    from hocket.wiring import Wiring
 
 Mode = Literal["buffered", "rendezvous"]
 
@@ -42,207 +47,161 @@ class Durations:
 
 @dataclass
 class Channel:
-    """The messages of one direction between two ranks, in the order in which each end issued them."""
+    """The messages of one direction between two ranks, in order, with the time when each end issued them."""
 
     sent: list[tuple[tuple[Op, int, int], float]] = field(default_factory=list)
     posted: list[tuple[tuple[Op, int, int], float]] = field(default_factory=list)
-    through: int = 0
-    free_at: float = 0.0
-
-    @property
-    def mismatch(self) -> int | None:
-        """The first position where the ends name different messages, or None."""
-        if self.through < min(len(self.sent), len(self.posted)):
-            return self.through
-        return None
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Replay:
-    """The outcome. `orders[r]` is what rank r runs in turn (pairs unfolded unless they run jointly); `start[r][i]` and
-    `end[r][i]` are the times of its i-th action (for a SEND or RECV, when it was issued). Both are short where the
-    rank got stuck.
+    """The outcome, for the entries of `wiring`: when each began and ended, and how far each rank came.
+
+    What a rank that got stuck has not reached has no end.
     """
 
-    orders: list[Sequence[Action]]
-    start: list[list[float]]
-    end: list[list[float]]
-    channels: dict[tuple[int, int], Channel]
-    values: list[float | None]
-    num_stages: int
-    num_microbatches: int
+    wiring: Wiring
+    durations: Durations
+    mode: Mode
+    begins: list[float]
+    ends: list[float | None]
+    reached: list[int]
 
     @property
     def done(self) -> bool:
-        """True if every action ran and every message went through."""
-        ran = all(len(ends) == len(order) for ends, order in zip(self.end, self.orders, strict=True))
-        return ran and all(len(c.sent) == len(c.posted) == c.through for c in self.channels.values())
+        """True if every action ran."""
+        return self.reached == self.wiring.starts[1:].tolist()
+
+    @property
+    def orders(self) -> tuple[Sequence[Action], ...]:
+        """What each rank runs in turn: its list, with pairs unfolded unless they run jointly."""
+        return self.wiring.columns.orders
+
+    @cached_property
+    def _times(self) -> tuple[list[list[float]], list[list[float]]]:
+        return self.wiring.times(self.begins, self.ends)
+
+    @property
+    def start(self) -> list[list[float]]:
+        """`start[r][i]`: when the i-th action of `orders[r]` starts, or, for a SEND or a RECV, is issued."""
+        return self._times[0]
+
+    @property
+    def end(self) -> list[list[float]]:
+        """`end[r][i]`: when the i-th action of `orders[r]` ends; a SEND or a RECV does not take the rank's time."""
+        return self._times[1]
 
     def made(self, kind: Op, stage: int, microbatch: int) -> float | None:
-        """When the value was made, or None."""
-        return self.values[(kind * self.num_stages + stage) * self.num_microbatches + microbatch]
+        """When a value was made, at its own stage."""
+        program = self.wiring.columns.program
+        return self.ends[self.wiring.made[(kind * program.num_stages + stage) * program.num_microbatches + microbatch]]
 
     def arrived(self, kind: Op, stage: int, microbatch: int) -> float | None:
-        """When the value was there for the next stage, or None."""
-        return self.values[((2 + kind) * self.num_stages + stage) * self.num_microbatches + microbatch]
+        """When a value was there for the next stage, in a compute-only program."""
+        at, home = self.made(kind, stage, microbatch), self.wiring.columns.program.placement.stage_to_rank
+        target = consumer_stage(kind, stage)
+        if at is None or not 0 <= target < len(home) or home[target] == home[stage]:
+            return at
+        return at + self.durations.hop[kind][stage]
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], Channel]:
+        """The channels of a lowered program, by (rank, rank)."""
+        home = self.wiring.columns.program.placement.stage_to_rank
+        found: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        for order, times in zip(self.orders, self.end, strict=True):
+            for action, at in zip(order, times, strict=True):
+                if Op.SEND_F <= action.op <= Op.RECV_B:
+                    name = kind, stage, _ = message(action)
+                    channel = found[home[stage], home[consumer_stage(kind, stage)]]
+                    (channel.sent if action.op.is_send else channel.posted).append((name, at))
+        return dict(found)
 
 
 def replay(program: Program, durations: Durations, mode: Mode = "rendezvous") -> Replay:
-    """Run `program` on paper; linear in the number of actions. One that cannot end comes back not `done`.
+    """Run a legal `program` on paper; linear in the number of actions.
 
-    Every stage and microbatch named in the program must be in range; `verify` checks that.
+    What `verify` checks is taken for granted here, but for one thing: where ranks wait in a circle, the replay comes
+    back not `done`.
     """
-    return _Run(program, durations, mode).run()
+    from hocket.wiring import read, wire  # here, so that `import hocket` need not wait for numpy
+
+    return run(wire(read(program, joint=durations.overlap is not None)), durations, mode)
 
 
-class _Run:
-    """The state of one replay.
-
-    A value is an index into `values`, which holds when it was made at its own stage (first half, for the stage's own
-    later ops) and when it was there for the next stage (second half).
-    """
-
-    def __init__(self, program: Program, durations: Durations, mode: Mode):
-        ranks, stages, count = program.num_ranks, program.num_stages, program.num_microbatches
-        self.program, self.durations, self.buffered = program, durations, mode == "buffered"
-        joint = durations.overlap is not None
-        self.orders = [actions if joint else unfold(actions) for actions in program.ranks]
-        self.values: list[float | None] = [None] * (4 * stages * count)
-        self.half = 2 * stages * count
-        slot = lambda kind, stage: (kind * stages + stage) * count  # noqa: E731
-        self.needs = [
-            [
-                tuple(slot(kind, at) + (0 if at == stage else self.half) for kind, at in needs(Op(op), stage, stages))
-                for stage in range(stages)
-            ]
-            for op in range(4)
-        ]
-        self.makes = [slot(kind, 0) if (kind := produces(Op(op))) is not None else None for op in range(4)]
-        self.handover = [[self._handover(kind, stage) for stage in range(stages)] for kind in (Op.F, Op.B)]
-        self.index, self.clock = [0] * ranks, [0.0] * ranks
-        self.waiting: dict[int, int] = {}
-        self.start: list[list[float]] = [[] for _ in range(ranks)]
-        self.end: list[list[float]] = [[] for _ in range(ranks)]
-        self.channels: dict[tuple[int, int], Channel] = {}
-        self.ready = list(range(ranks))[::-1]
-
-    def _handover(self, kind: Op, stage: int) -> float | None:
-        """Seconds until the next stage has the value by itself; None if nobody needs it or a message carries it."""
-        ranks, target = self.program.placement.stage_to_rank, consumer_stage(kind, stage)
-        if not 0 <= target < len(ranks):
-            return None
-        if ranks[stage] == ranks[target]:
-            return 0.0
-        return None if self.program.is_lowered else self.durations.hop[kind][stage]
-
-    def run(self) -> Replay:
-        while self.ready:
-            self._advance(self.ready.pop())
-        program = self.program
-        return Replay(
-            list(self.orders),
-            self.start,
-            self.end,
-            self.channels,
-            self.values,
-            program.num_stages,
-            program.num_microbatches,
-        )
-
-    def _advance(self, rank: int) -> None:
-        """Run the actions of `rank` until one must wait for a value that is not there yet."""
-        order, values, needed, makes = self.orders[rank], self.values, self.needs, self.makes
-        add_start, add_end, compute = self.start[rank].append, self.end[rank].append, self.durations.compute
-        count, handover = self.program.num_microbatches, self.handover
-        clock = self.clock[rank]
-        for index in range(self.index[rank], len(order)):
-            action = order[index]
-            op, stage, microbatch, parts = action
-            if op <= 3:
-                begin = clock
-                for base in needed[op][stage]:
-                    at = values[base + microbatch]
-                    if at is None:
-                        self._wait(rank, index, clock, base + microbatch)
-                        return
-                    if at > begin:
-                        begin = at
-                clock = begin + compute[op][stage]
-                base = makes[op]
-                if base is not None:
-                    value = base + stage * count + microbatch
-                    values[value] = clock
-                    hop = handover[base > 0][stage]
-                    if hop is not None:
-                        self._arrive(value + self.half, clock + hop)
-                add_start(begin)
-                add_end(clock)
-            elif parts:
-                span = self._joint_pair(rank, index, clock, parts)
-                if span is None:
-                    return
-                clock = span[1]
-                add_start(span[0])
-                add_end(clock)
-            else:
-                if op == Op.SEND_F or op == Op.SEND_B:
-                    # A SEND does not wait; one whose value is not made yet is a fault, and holding it here shows it.
-                    value = ((op == Op.SEND_B) * len(handover[0]) + stage) * count + microbatch
-                    if values[value] is None:
-                        self._wait(rank, index, clock, value)
-                        return
-                self._issue(rank, action, clock)
-                add_start(clock)
-                add_end(clock)
-        self.index[rank], self.clock[rank] = len(order), clock
-
-    def _wait(self, rank: int, index: int, clock: float, value: int) -> None:
-        self.index[rank], self.clock[rank] = index, clock
-        self.waiting[value] = rank
-
-    def _arrive(self, value: int, at: float) -> None:
-        self.values[value] = at
-        rank = self.waiting.pop(value, None)
-        if rank is not None:
-            self.ready.append(rank)
-
-    def _joint_pair(self, rank: int, index: int, clock: float, parts: tuple[Action, ...]) -> tuple[float, float] | None:
-        """Start and end of a pair whose parts run at the same time; None if an input is not there yet."""
-        begin = clock
-        for op, stage, microbatch, _ in parts:
-            for base in self.needs[op][stage]:
-                at = self.values[base + microbatch]
+def run(wiring: Wiring, durations: Durations, mode: Mode = "rendezvous") -> Replay:
+    """The replay of a program that is wired already. Each rank in turn runs until it must wait."""
+    starts, waits = wiring.starts.tolist(), wiring.waits.tolist()
+    seconds = wiring.seconds(durations.compute, durations.overlap)
+    begins: list[float] = [0.0] * len(waits)
+    ends: list[float | None] = [None] * len(waits)
+    delay = _delay(wiring, durations, mode, ends)
+    reached, clocks = starts[:-1], [0.0] * (len(starts) - 1)
+    waiting: dict[int, list[int]] = {}
+    ready = list(range(len(reached)))[::-1]
+    while ready:
+        rank = ready.pop()
+        clock = clocks[rank]
+        for entry in range(reached[rank], starts[rank + 1]):
+            source = waits[entry]
+            if source >= 0:
+                at = ends[source]
                 if at is None:
-                    self._wait(rank, index, clock, base + microbatch)
-                    return None
-                begin = max(begin, at)
-        total = sum(self.durations.compute[part.op][part.stage] for part in parts)
-        end = begin + total * (self.durations.overlap or 0.0)
-        for op, stage, microbatch, _ in parts:
-            kind = produces(op) or Op.F
-            value = (kind * self.program.num_stages + stage) * self.program.num_microbatches + microbatch
-            self.values[value] = end
-            hop = self.handover[kind][stage]
-            if hop is not None:
-                self._arrive(value + self.half, end + hop)
-        return begin, end
+                    waiting.setdefault(source, []).append(rank)
+                    reached[rank] = entry
+                    break
+                if delay is not None:
+                    at = delay(entry, at)
+                if at > clock:
+                    clock = at
+            begins[entry] = clock
+            clock += seconds[entry]
+            ends[entry] = clock
+            if entry in waiting:
+                ready += waiting.pop(entry)
+        else:
+            reached[rank] = starts[rank + 1]
+        clocks[rank] = clock
+    return Replay(wiring, durations, mode, begins, ends, reached)
 
-    def _issue(self, rank: int, action: Action, at: float) -> None:
-        """Issue one end of a message, and let through what its channel can now carry."""
-        name = kind, stage, _ = message(action)
-        ranks = self.program.placement.stage_to_rank
-        edge = ranks[stage], ranks[consumer_stage(kind, stage)]
-        channel = self.channels.get(edge)
-        if channel is None:
-            channel = self.channels[edge] = Channel()
-        (channel.sent if action.op.is_send else channel.posted).append((name, at))
-        while channel.through < len(channel.sent) and channel.through < len(channel.posted):
-            (name, sent), (expected, posted) = channel.sent[channel.through], channel.posted[channel.through]
-            if name != expected:
-                return
-            channel.through += 1
-            kind, stage, microbatch = name
-            start = sent if self.buffered else max(sent, posted)
-            channel.free_at = max(start, channel.free_at) + self.durations.hop[kind][stage]
-            value = (kind * self.program.num_stages + stage) * self.program.num_microbatches + microbatch
-            self._arrive(value + self.half, max(channel.free_at, posted))
+
+class _Carrier:
+    """Brings messages through their channels, in each channel one after the other.
+
+    A channel is moved on by whoever takes a message out of it: by then all up to that one have been issued.
+    """
+
+    def __init__(self, wiring: Wiring, hop: Sequence[Sequence[float]], buffered: bool, ends: Sequence[float | None]):
+        messages = wiring.messages
+        self.ends, self.buffered = ends, buffered
+        self.wanted, self.hop = messages.feeds.tolist(), wiring.hops(messages.slot, hop)
+        self.channel, self.through = messages.channel.tolist(), messages.first.tolist()
+        self.sent, self.posted = messages.sent.tolist(), messages.posted.tolist()
+        self.free_at = [0.0] * len(self.through)
+        self.arrival = [0.0] * len(self.hop)
+
+    def arrive(self, entry: int, issued: float) -> float:
+        """When the message that feeds `entry` is there; its SEND was `issued` then, and so were those before it."""
+        wanted, ends = self.wanted[entry], self.ends
+        channel = self.channel[wanted]
+        free = self.free_at[channel]
+        for index in range(self.through[channel], wanted + 1):
+            at = self.posted[index]
+            sent, posted = ends[self.sent[index]] or 0.0, (ends[at] or 0.0) if at >= 0 else 0.0
+            free = max(free, sent if self.buffered else max(sent, posted)) + self.hop[index]
+            self.arrival[index] = max(free, posted)
+            self.through[channel] = index + 1
+        self.free_at[channel] = free
+        return self.arrival[wanted]
+
+
+def _delay(
+    wiring: Wiring, durations: Durations, mode: Mode, ends: Sequence[float | None]
+) -> Callable[[int, float], float] | None:
+    """What makes the arrival of a value at an entry out of the time when it was made or sent; None if they are one."""
+    if not any(map(any, durations.hop)):
+        return None
+    if wiring.columns.is_lowered:
+        return _Carrier(wiring, durations.hop, mode == "buffered", ends).arrive
+    hop = wiring.hops(wiring.far, durations.hop)
+    return lambda entry, made: made + hop[entry]

@@ -14,156 +14,138 @@ hold messages that are under way, or about to be needed: they are bounded by wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
+from hocket.collector import collector_paused
 from hocket.errors import ProgramError
-from hocket.program import Action, Op, Program, consumer_stage, needs, produces, recv_of, send_of
-from hocket.replay import Durations, replay
-from hocket.verify import verify
+from hocket.program import Action, Op, Program, make_actions, recv_of, send_of
+from hocket.replay import Replay
+from hocket.verify import prove
 
-
-@dataclass
-class _Channel:
-    """The messages from one rank to another, in the order in which they are made; three columns."""
-
-    receives: list[Action] = field(default_factory=list)
-    made_at: list[float] = field(default_factory=list)
-    needed_at: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Route:
-    """How the values that one op of one stage makes leave the rank."""
-
-    send: Op
-    recv: Op
-    recv_stage: int
-    target: int
-    slot: int
+if TYPE_CHECKING:
+    from hocket.wiring import Ints
 
 
 def add_communication(program: Program) -> Program:
     """The same program with its sends and receives. Linear in the number of actions.
 
-    Raises ProgramError if `program` has sends or receives already, or cannot run.
+    Raises ProgramError if `program` has sends or receives already, or is not legal.
     """
+    with collector_paused():
+        plan = _plan(program)
+        rows = tuple(_weave(plan, rank) for rank in range(program.num_ranks))
+        return Program(program.placement, rows, program.num_microbatches)
+
+
+def communicating_rank(program: Program, rank: int) -> tuple[Action, ...]:
+    """The list of one rank in `add_communication(program)`, without making those of the others."""
+    with collector_paused():
+        return _weave(_plan(program), rank)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where the messages of a program stand: behind and before which of its actions, counted through all ranks.
+
+    Rank r has the actions from `first[r]` on.
+    """
+
+    program: Program
+    first: Ints
+    sends: _Ends
+    recvs: _Ends
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """One end of every message, in the order of the actions before which it is put: their `place`, and its `slot`.
+
+    `ops` and `stages` are by kind and stage of the value.
+    """
+
+    ops: list[Op]
+    stages: list[int]
+    place: Ints
+    slot: Ints
+
+    def between(self, low: int, high: int, microbatches: int) -> tuple[Ints, Iterator[Action]]:
+        """Those put at the places from `low` up to `high`, and the actions."""
+        import numpy as np
+
+        part = slice(*np.searchsorted(self.place, (low, high)))
+        value, microbatch = np.divmod(self.slot[part], microbatches)
+        values = value.tolist()
+        actions = make_actions(
+            map(self.ops.__getitem__, values), map(self.stages.__getitem__, values), microbatch.tolist()
+        )
+        return self.place[part], actions
+
+
+def _plan(program: Program) -> _Plan:
+    import numpy as np
+
     if program.is_lowered:
         raise ProgramError("the program has sends and receives already; pass program.compute_only()")
-    if program.num_ranks == 1:
-        return program
-    # With pairs run jointly the replay keeps one time for each action of the list.
-    result = replay(program, Durations.unit(program.num_stages, overlap=1.0))
-    if not result.done:
-        verify(program)
-    needed_at = _needed_at(program)
-    ranks = program.num_ranks
-    behind: list[list[tuple[Action, ...]]] = []
-    before: list[list[list[Action] | None]] = [[None] * (len(row) + 1) for row in program.ranks]
-    channels: dict[tuple[int, int], _Channel] = {}
-    for rank in range(ranks):
-        behind.append(_send(program, rank, result.end[rank], needed_at, channels))
-    for (_, target), channel in channels.items():
-        _post(channel, result.end[target], before[target])
-    rows = tuple(_weave(row, before[rank], behind[rank]) for rank, row in enumerate(program.ranks))
-    return Program(program.placement, rows, program.num_microbatches)
+    result = prove(program)
+    wiring, columns = result.wiring, result.wiring.columns
+    first = np.cumsum([0, *map(len, program.ranks)])
+    place = first[columns.rank] + columns.step
+    # The consumer of each value that crosses ranks, in the order in which the values are made.
+    crossing = np.flatnonzero(wiring.far >= 0)
+    consumer = np.full(len(place), -1)
+    consumer[wiring.maker[wiring.far[crossing]]] = crossing
+    producer = np.flatnonzero(consumer >= 0)
+    consumer = consumer[producer]
+    slot = wiring.far[consumer]
+
+    order = np.argsort(columns.channel_of(slot), kind="stable")
+    before = _post(result, first, place, producer[order], consumer[order])
+    stably = np.argsort(before, kind="stable")
+    values = [columns.name(v * program.num_microbatches) for v in range(2 * program.num_stages)]
+    sends, recvs = [send_of(*value) for value in values], [recv_of(*value) for value in values]
+    return _Plan(
+        program,
+        first,
+        _Ends([a.op for a in sends], [a.stage for a in sends], place[producer] + 1, slot),
+        _Ends([a.op for a in recvs], [a.stage for a in recvs], before[stably], slot[order][stably]),
+    )
 
 
-def _needed_at(program: Program) -> list[int]:
-    """For the value (kind, stage, microbatch), by slot, the index of its consumer in the list of the next rank."""
-    stages, count = program.num_stages, program.num_microbatches
-    slots = [
-        [
-            next(((kind * stages + at) * count for kind, at in needs(Op(op), stage, stages) if at != stage), None)
-            for stage in range(stages)
-        ]
-        for op in range(4)
-    ]
-    index_of = [0] * (2 * stages * count)
-    for row in program.ranks:
-        for index, action in enumerate(row):
-            for op, stage, microbatch, _ in action.parts or (action,):
-                slot = slots[op][stage]
-                if slot is not None:
-                    index_of[slot + microbatch] = index
-    return index_of
+def _post(result: Replay, first: Ints, place: Ints, producer: Ints, consumer: Ints) -> Ints:
+    """For each message, given channel by channel, the place of the action before which its RECV stands.
 
-
-def _routes(program: Program, rank: int) -> list[list[_Route | None]]:
-    """By op and stage: how what it makes leaves `rank`; None if it stays, or is needed by nobody."""
-    home, stages = program.placement.stage_to_rank, program.num_stages
-    backward = program.has_backward
-
-    def route(op: Op, stage: int) -> _Route | None:
-        kind = produces(op)
-        if kind is None or (kind == Op.B and not backward):
-            return None
-        target = consumer_stage(kind, stage)
-        if not 0 <= target < stages or home[target] == rank:
-            return None
-        slot = (kind * stages + stage) * program.num_microbatches
-        return _Route(send_of(kind, stage, 0).op, recv_of(kind, stage, 0).op, target, home[target], slot)
-
-    return [[route(Op(op), stage) for stage in range(stages)] for op in range(4)]
-
-
-def _send(
-    program: Program,
-    rank: int,
-    ends: Sequence[float],
-    needed_at: Sequence[int],
-    channels: dict[tuple[int, int], _Channel],
-) -> list[tuple[Action, ...]]:
-    """The SENDs behind each action of `rank`; enters their messages into `channels`."""
-    routes = _routes(program, rank)
-    behind: list[tuple[Action, ...]] = []
-    for action, end in zip(program.ranks[rank], ends, strict=True):
-        sends: tuple[Action, ...] = ()
-        for op, stage, microbatch, _ in action.parts or (action,):
-            route = routes[op][stage]
-            if route is None:
-                continue
-            channel = channels.get((rank, route.target))
-            if channel is None:
-                channel = channels[rank, route.target] = _Channel()
-            channel.receives.append(Action(route.recv, route.recv_stage, microbatch))
-            channel.made_at.append(end)
-            channel.needed_at.append(needed_at[route.slot + microbatch])
-            sends += (Action(route.send, stage, microbatch),)
-        behind.append(sends)
-    return behind
-
-
-def _post(channel: _Channel, ends: Sequence[float], before: list[list[Action] | None]) -> None:
-    """Choose for each message the action of the receiving rank before which its RECV stands.
-
-    `ends` are the ends of that rank's actions. Both limits grow along the channel, so its order is kept.
+    Both limits grow along a channel, so its order is kept.
     """
-    latest = channel.needed_at[-1]
-    limits = []
-    for needed in reversed(channel.needed_at):
-        latest = min(latest, needed)
-        limits.append(latest)
-    running = 0
-    for receive, made, limit in zip(channel.receives, channel.made_at, reversed(limits), strict=True):
-        while ends[running] <= made and running < limit:
-            running += 1
-        at = min(running, max(limit - 1, 0))
-        posts = before[at]
-        if posts is None:
-            before[at] = [receive]
-        else:
-            posts.append(receive)
+    import numpy as np
+
+    wiring, columns = result.wiring, result.wiring.columns
+    channel = columns.channel_of(wiring.far[consumer]).astype(np.intp)
+    target = columns.rank[consumer]
+    # One channel, or one rank, after the other in a single array: far enough apart, they do not meet.
+    apart = channel * len(place)
+    needed = np.minimum.accumulate((place[consumer] + apart)[::-1])[::-1] - apart
+    ends = np.array(result.ends, dtype=float)
+    horizon = ends.max() + 1.0
+    by_place = np.zeros(first[-1])
+    by_place[place] = ends + columns.rank * horizon
+    running = np.searchsorted(by_place, ends[wiring.last[producer]] + target * horizon, side="right")
+    return np.minimum(running, np.maximum(needed - 1, first[target]))
 
 
-def _weave(
-    row: Sequence[Action], before: Sequence[Sequence[Action] | None], behind: Sequence[Sequence[Action]]
-) -> tuple[Action, ...]:
-    """The rank's list: in front of each action its RECVs, behind it its SENDs."""
-    woven: list[Action] = []
-    for action, posts, sends in zip(row, before, behind, strict=False):
-        if posts:
-            woven += posts
-        woven.append(action)
-        woven += sends
-    return tuple(woven)
+def _weave(plan: _Plan, rank: int) -> tuple[Action, ...]:
+    """The list of one rank, with its SENDs and RECVs."""
+    import numpy as np
+
+    row, count = plan.program.ranks[rank], plan.program.num_microbatches
+    low, high = plan.first[rank : rank + 2]
+    # A SEND behind the last action of a rank stands at the place of the next rank's first.
+    behind, sends = plan.sends.between(low + 1, high + 1, count)
+    before, recvs = plan.recvs.between(low, high, count)
+    places = np.concatenate([behind, before]) - low
+    if not len(places):
+        return row
+    added = np.fromiter(chain(sends, recvs), object, len(places))
+    return tuple(np.insert(np.fromiter(row, object, len(row)), places, added).tolist())
