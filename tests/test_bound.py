@@ -57,7 +57,7 @@ def test_below_the_memory_of_1f1b():
 
 
 def _rank_orders(stages: tuple[int, ...], microbatches: int, split: bool) -> list[tuple[Action, ...]]:
-    """Every order of a rank's actions that keeps each microbatch's own order and, per stage and op, that of microbatches.
+    """Every order of a rank that keeps each microbatch's own order and, per stage and op, that of the microbatches.
 
     Microbatches are alike, so sorting them within an op loses no makespan.
     """
@@ -142,7 +142,7 @@ def test_never_above_the_optimum_of_exhaustive_search(data: st.DataObject, shape
 
 
 def test_exhaustive_search_is_met_where_memory_binds():
-    """Two ranks, three microbatches, room for two: the bound is what the search finds, and more than without a limit."""
+    """Two ranks, three microbatches, room for two: the bound is what the search finds; without a limit it is less."""
     costs, placement = CostModel(2, 2, 1, activation_bytes=2, weight_bytes=1), Placement.loop(2)
     assert _optimum(placement, 3, costs, 4, True) == lower_bound(placement, 3, costs, 4) == 18
     assert _optimum(placement, 3, costs, 6, True) == lower_bound(placement, 3, costs, 6) == 17

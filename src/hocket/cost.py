@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hocket.errors import ConfigError
@@ -13,16 +13,10 @@ from hocket.replay import Durations
 PerStage = float | Sequence[float]
 """One number for all stages, or one for each."""
 
-_PER_STAGE = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward",
-    "message_bytes",
-    "gradient_bytes",
-    "activation_bytes",
-    "weight_bytes",
-)
+_SECONDS = ("forward", "backward_input", "backward_weight", "backward")
+_MESSAGES = ("message_bytes", "gradient_bytes")
+_HELD = ("activation_bytes", "weight_bytes")
+_PER_STAGE = (*_SECONDS, *_MESSAGES, *_HELD)
 
 
 @dataclass(frozen=True)
@@ -124,6 +118,59 @@ class CostModel:
     def counts_bytes(self) -> bool:
         """True if activations have a size, so that memory is measured in bytes and not only in activations."""
         return any(any(_as_tuple(getattr(self, name))) for name in ("activation_bytes", "weight_bytes"))
+
+    # --- costs made of others ---------------------------------------------------------------------------------
+
+    def of_stages(
+        self, layers: Sequence[range], first: CostModel | None = None, last: CostModel | None = None
+    ) -> CostModel:
+        """The costs of stages that hold these `layers`, where `self` has those of single layers (or one for all).
+
+        Seconds and held bytes add up; a stage's messages are those of its last layer (activation) and of its first
+        (gradient). The seconds and held bytes of `first` and `last`, the embedding and the head, are added to the first
+        and the last stage. The rest stays as it is. Raises ConfigError if `self` is for another number of layers.
+        """
+        count = layers[-1].stop
+        found: dict[str, PerStage] = {}
+        given = (self, *(extra for extra in (first, last) if extra is not None))
+        for name in (*_SECONDS, *_HELD):
+            if name == "backward" and all(costs.backward is None for costs in given):
+                continue
+            row = self.per_stage(name, count)
+            sums = [math.fsum(row[stage.start : stage.stop]) for stage in layers]
+            for at, extra in ((0, first), (-1, last)):
+                if extra is not None:
+                    sums[at] += extra.per_stage(name, 1)[0]
+            found[name] = sums
+        sizes = self.per_stage("message_bytes", count)
+        found["message_bytes"] = [sizes[max(0, stage.stop - 1)] for stage in layers]
+        if self.gradient_bytes is not None:
+            sizes = self.per_stage("gradient_bytes", count)
+            found["gradient_bytes"] = [sizes[min(stage.start, count - 1)] for stage in layers]
+        return replace(self, **found)
+
+    def divided(self, parts: int) -> CostModel:
+        """The costs of one of `parts` equal parts; messages stay as they are. Raises ConfigError if not one number."""
+        for name in (*_SECONDS, *_HELD):
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                raise ConfigError(
+                    f"{name} has {len(value)} numbers, where one is needed, for a rank's whole share of the model; "
+                    "give one number, or costs per layer with n_layers"
+                )
+        return self._times(1 / parts, (*_SECONDS, *_HELD))
+
+    def scaled(self, factor: float) -> CostModel:
+        """The costs of a microbatch `factor` times as large; latency, bandwidth and static bytes stay as they are."""
+        return self._times(factor, _PER_STAGE)
+
+    def _times(self, factor: float, names: Sequence[str]) -> CostModel:
+        found: dict[str, Any] = {}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor
+        return replace(self, **found)
 
     # --- JSON ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from hocket.bound import lower_bound
 from hocket.cost import CostModel
 from hocket.errors import ConfigError, ProgramError
-from hocket.program import Action, Op, Program, consumer_stage
+from hocket.program import Action, Op, Program, consumer_stage, unfold
 from hocket.replay import Mode, Replay, replay
 from hocket.verify import verify
 
@@ -147,8 +148,8 @@ class Timeline:
 
         Each counts from the start of its F to the end of its W (or B); in a forward-only program, to the end of its F.
         """
-        ones = (1,) * self.program.num_stages
-        return tuple(int(peak) for peak in self._peaks(ones, ones))
+        ones = (1.0,) * self.program.num_stages
+        return tuple(map(int, _peaks(self.program, self.replay.orders, ones, ones)))
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -156,43 +157,7 @@ class Timeline:
 
         Buffers of messages that wait for their consumer are not counted.
         """
-        stages = self.program.num_stages
-        peaks = self._peaks(
-            self.costs.per_stage("activation_bytes", stages), self.costs.per_stage("weight_bytes", stages)
-        )
-        return tuple(s + p for s, p in zip(self.costs.static_of(self.program.num_ranks), peaks, strict=True))
-
-    def _peaks(self, whole: tuple[float, ...], rest: tuple[float, ...]) -> list[float]:
-        """The largest sum each rank holds, where a stage holds `whole` from F to I or B, and `rest` from I to W.
-
-        A rank does one thing at a time, so the order alone decides. Both parts of a joint pair hold theirs at once.
-        """
-        freed = [
-            [-x for x in whole] if not self.program.has_backward else [0.0] * len(whole),
-            [-x for x in whole],
-            [r - x for x, r in zip(whole, rest, strict=True)],
-            [-x for x in rest],
-        ]
-        peaks = []
-        for order in self.replay.orders:
-            held = peak = 0.0
-            for op, stage, _, parts in order:
-                if op <= 3:
-                    if op == 0:
-                        held += whole[stage]
-                        if held > peak:
-                            peak = held
-                    change = freed[op][stage]
-                    held += change
-                elif parts:
-                    forward, backward = parts
-                    held += whole[forward.stage]
-                    peak = max(peak, held)
-                    held += freed[backward.op][backward.stage]
-                if held > peak:
-                    peak = held
-            peaks.append(peak)
-        return peaks
+        return peak_bytes(self.program, self.costs)
 
     # --- what there is to draw ----------------------------------------------------------------------------------------
 
@@ -241,3 +206,51 @@ class Timeline:
                     if start is not None and end is not None:
                         found.append(Message(source, ranks[target], kind, stage, microbatch, start, end))
         return found
+
+
+# --- memory of an order ---------------------------------------------------------------------------------------------
+
+
+def peak_bytes(program: Program, costs: CostModel) -> tuple[float, ...]:
+    """The most bytes that each rank of `program` holds at once, as `Timeline.peak_bytes`; needs no times, so no replay.
+
+    Raises ConfigError if the costs are for another number of stages or ranks.
+    """
+    stages = program.num_stages
+    whole, rest = costs.per_stage("activation_bytes", stages), costs.per_stage("weight_bytes", stages)
+    orders = program.ranks if costs.overlap is not None else [unfold(actions) for actions in program.ranks]
+    peaks = _peaks(program, orders, whole, rest)
+    return tuple(s + p for s, p in zip(costs.static_of(program.num_ranks), peaks, strict=True))
+
+
+def _peaks(
+    program: Program, orders: Sequence[Sequence[Action]], whole: tuple[float, ...], rest: tuple[float, ...]
+) -> list[float]:
+    """The largest sum each rank holds, where a stage holds `whole` from F to I or B, and `rest` from I to W.
+
+    A rank does one thing at a time, so the order alone decides. Both parts of a joint pair hold theirs at once.
+    """
+    freed = [
+        [0.0] * len(whole) if program.has_backward else [-x for x in whole],
+        [-x for x in whole],
+        [r - x for x, r in zip(whole, rest, strict=True)],
+        [-x for x in rest],
+    ]
+    peaks = []
+    for order in orders:
+        held = peak = 0.0
+        for op, stage, _, parts in order:
+            if op <= 3:
+                if op == 0:
+                    held += whole[stage]
+                    peak = max(peak, held)
+                held += freed[op][stage]
+            elif parts:
+                forward, backward = parts
+                held += whole[forward.stage]
+                peak = max(peak, held)
+                held += freed[backward.op][backward.stage]
+            if held > peak:
+                peak = held
+        peaks.append(peak)
+    return peaks
