@@ -13,9 +13,10 @@ its values over by itself, after the hop's time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from hocket.program import Action, Op, Program, consumer_stage, message
@@ -55,9 +56,9 @@ class Channel:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """The outcome, for the entries of `wiring`: when each began and ended, and how far each rank came.
+    """The outcome, for the entries of `wiring`: when each began and ended. What was never reached has no end.
 
-    What a rank that got stuck has not reached has no end.
+    `done` is true if every action ran.
     """
 
     wiring: Wiring
@@ -65,12 +66,7 @@ class Replay:
     mode: Mode
     begins: list[float]
     ends: list[float | None]
-    reached: list[int]
-
-    @property
-    def done(self) -> bool:
-        """True if every action ran."""
-        return self.reached == self.wiring.starts[1:].tolist()
+    done: bool
 
     @property
     def orders(self) -> tuple[Sequence[Action], ...]:
@@ -136,33 +132,34 @@ def run(wiring: Wiring, durations: Durations, mode: Mode = "rendezvous") -> Repl
     begins: list[float] = [0.0] * len(waits)
     ends: list[float | None] = [None] * len(waits)
     delay = _delay(wiring, durations, mode, ends)
-    reached, clocks = starts[:-1], [0.0] * (len(starts) - 1)
-    waiting: dict[int, list[int]] = {}
-    ready = list(range(len(reached)))[::-1]
-    while ready:
-        rank = ready.pop()
-        clock = clocks[rank]
-        for entry in range(reached[rank], starts[rank + 1]):
+    waiting: dict[int, list[Generator[int]]] = {}
+
+    def work(low: int, high: int) -> Generator[int]:
+        """One rank: runs its entries, and yields one of another rank when it cannot go on before that has ended."""
+        clock = 0.0
+        for entry in range(low, high):
             source = waits[entry]
             if source >= 0:
                 at = ends[source]
-                if at is None:
-                    waiting.setdefault(source, []).append(rank)
-                    reached[rank] = entry
-                    break
+                while at is None:
+                    yield source
+                    at = ends[source]
                 if delay is not None:
                     at = delay(entry, at)
                 if at > clock:
                     clock = at
             begins[entry] = clock
-            clock += seconds[entry]
-            ends[entry] = clock
+            ends[entry] = clock = clock + seconds[entry]
             if entry in waiting:
-                ready += waiting.pop(entry)
-        else:
-            reached[rank] = starts[rank + 1]
-        clocks[rank] = clock
-    return Replay(wiring, durations, mode, begins, ends, reached)
+                ready.extend(waiting.pop(entry))
+
+    ready = [work(*span) for span in pairwise(starts)]
+    while ready:
+        rank = ready.pop()
+        for source in rank:
+            waiting.setdefault(source, []).append(rank)
+            break
+    return Replay(wiring, durations, mode, begins, ends, done=not waiting)
 
 
 class _Carrier:

@@ -230,16 +230,17 @@ _ENDS = (Op.SEND_F, Op.SEND_B), (Op.RECV_F, Op.RECV_B)
 def _circle(result: Replay) -> ProgramError:
     """Every rank that is stuck waits for another one that is: follow them until one comes again."""
     wiring, columns = result.wiring, result.wiring.columns
-    ends = wiring.starts[1:].tolist()
-    rank = next(r for r, entry in enumerate(result.reached) if entry < ends[r])
+    # By rank, the first entry that did not run.
+    stuck = {int(columns.rank[wiring.row[e]]): e for e in reversed(range(len(result.ends))) if result.ends[e] is None}
+    rank = min(stuck)
     chain: list[int] = []
     while rank not in chain:
         chain.append(rank)
-        rank = int(columns.rank[wiring.row[wiring.waits[result.reached[rank]]]])
+        rank = int(columns.rank[wiring.row[wiring.waits[stuck[rank]]]])
     chain = chain[chain.index(rank) :]
     lines, notes = [], {}
     for rank, following in zip(chain, [*chain[1:], chain[0]], strict=True):
-        entry = result.reached[rank]
+        entry = stuck[rank]
         action, name = columns.action(wiring.row[entry]), columns.name(wiring.far[entry])
         wanted = send_of(*name) if columns.is_lowered else _maker(wiring, wiring.far[entry])
         lines.append(f"\n  rank {rank} cannot start {action}: it waits for {wanted} of rank {following}")
