@@ -23,11 +23,12 @@ from hocket.schedules import (
 )
 from hocket.simulate import Timeline, simulate
 from hocket.verify import verify
+from hocket.version import VERSION
 
 if TYPE_CHECKING:
     from hocket.runtime import PipelineStageInfo, build_schedule
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Action",

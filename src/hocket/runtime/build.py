@@ -25,6 +25,7 @@ from hocket.runtime.stage import Stage
 from hocket.runtime.tied import TiedWeights
 from hocket.schedules import InferenceConfig, ScheduleConfig, build, parse_schedule
 from hocket.verify import verify
+from hocket.version import VERSION
 
 ModelProvider = Callable[[PipelineStageInfo], nn.Module]
 Init = Literal["per_stage", "sequential"]
@@ -114,11 +115,9 @@ def _facts(
     config: ScheduleConfig, count: int, reduction: str, program: Program, tied: Mapping[str, str] | None, init: str
 ) -> str:
     """What must be the same on all ranks, one fact a line."""
-    from hocket import __version__
-
     return "\n".join(
         [
-            f"hocket {__version__}",
+            f"hocket {VERSION}",
             f"schedule {config.model_dump_json()}",
             f"n_microbatches {count}",
             f"stages {program.num_stages}",

@@ -2,10 +2,12 @@
 
 A channel a→b carries all messages from rank a to rank b in one order, that of the program; the other direction has a
 queue of its own. On gloo one group serves: messages match by (source, destination, tag), so directions never mix, and
-a tag of its own separates headers from tensors. NCCL matches by communicator alone and runs one operation of a
-communicator after the other, so each directed channel has its own two-rank communicator: as many as there are directed
-edges between neighbouring ranks, at most 2 x ranks for a loop and 2 x (ranks - 1) for a V. A posted receive can then
-hold up only later messages of its own channel, whose order both ends share. Headers and control go over a gloo group.
+a tag of its own separates headers from tensors. NCCL ignores tags, and runs what two ranks exchange in one group as
+one queue on one communicator. So there are two groups of all ranks: one for messages to higher ranks, one for those to
+lower ranks. Between two ranks each then carries one direction only, and a posted receive can hold up only later
+messages of its own channel, whose order both ends share. NCCL makes a communicator for each pair and group in use: two
+for each pair of neighbours, which is 2 x ranks for a loop and 2 x (ranks - 1) for a V. Headers and control go over a
+gloo group.
 """
 
 from __future__ import annotations
@@ -57,26 +59,27 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.control = group if device.type == "cpu" else _gloo_group(group)
-        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.control = group if device.type == "cpu" else _twin(group, "gloo", "control")
+        self._up = self._down = group
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._ready: dict[Name, _Incoming] = {}
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
-        """Make the directed channels (source, target) of the program; all ranks give the same edges."""
-        if self.device.type == "cpu":
-            self._lanes = dict.fromkeys(edges, self.group)
-        else:
-            self._lanes = _lanes(self.group, edges)
-            self._warm_up()
+        """Make the directed channels (source, target) of the program ready; all ranks give the same edges."""
+        if self.device.type != "cpu":
+            self._up, self._down = _twin(self.group, None, "up"), _twin(self.group, None, "down")
+            self._warm_up(edges)
+
+    def _lane(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group that carries the channel source→target."""
+        return self._up if source < target else self._down
 
     # --- sending
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> list[Work]:
         """Start sending contiguous `tensors` to `peer`; they must stay unchanged until the works are done."""
-        lane = self._lanes[self.rank, peer]
-        target = self._lane_rank(lane, peer)
-        return [lane.send([_wire(t)], target, _TENSORS) for t in tensors if t.numel()]
+        lane = self._lane(self.rank, peer)
+        return [lane.send([_wire(t)], peer, _TENSORS) for t in tensors if t.numel()]
 
     def send_header(self, peer: int, layout: Layout) -> list[Work]:
         """Tell `peer` what the next message of this channel is."""
@@ -138,10 +141,9 @@ class Transport:
             self._start(peer, message, message.metas)
 
     def _start(self, peer: int, message: _Incoming, metas: Sequence[TensorMeta]) -> None:
-        lane = self._lanes[peer, self.rank]
-        source = self._lane_rank(lane, peer)
+        lane = self._lane(peer, self.rank)
         message.tensors = [torch.empty(m.shape, dtype=m.dtype, device=self.device) for m in metas]
-        message.works = [lane.recv([_wire(t)], source, _TENSORS) for t in message.tensors if t.numel()]
+        message.works = [lane.recv([_wire(t)], peer, _TENSORS) for t in message.tensors if t.numel()]
 
     def _read_header(self, peer: int, message: _Incoming) -> Layout:
         if message.header is None or message.header_work is None:
@@ -186,45 +188,29 @@ class Transport:
         self.control.broadcast([tensor], options).wait()
         return tensor
 
-    # --- communicators
-
-    def _lane_rank(self, lane: dist.ProcessGroup, peer: int) -> int:
-        if lane is self.group:
-            return peer
-        return dist.get_group_rank(lane, dist.get_global_rank(self.group, peer))
-
-    def _warm_up(self) -> None:
+    def _warm_up(self, edges: Iterable[tuple[int, int]]) -> None:
         """Open every communicator before the first step, edge by edge in one order for all, with one fixed dtype."""
         token = torch.zeros(1, dtype=torch.float32, device=self.device)
-        for (source, target), lane in sorted(self._lanes.items()):
+        for source, target in sorted(edges):
+            lane = self._lane(source, target)
             if source == self.rank:
-                lane.send([token], self._lane_rank(lane, target), 0).wait()
+                lane.send([token], target, 0).wait()
             elif target == self.rank:
-                lane.recv([token], self._lane_rank(lane, source), 0).wait()
+                lane.recv([token], source, 0).wait()
         torch.accelerator.synchronize(self.device)
 
 
-def _gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return _new_group(dist.get_process_group_ranks(group), "gloo", "hocket control")
-
-
-def _new_group(ranks: list[int], backend: str | None, description: str) -> dist.ProcessGroup:
-    group = dist.new_group(
-        ranks, backend=backend, timeout=timedelta(minutes=30), use_local_synchronization=True, group_desc=description
+def _twin(group: dist.ProcessGroup, backend: str | None, purpose: str) -> dist.ProcessGroup:
+    """A second group of the same ranks, in the same order."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend=backend,
+        timeout=timedelta(minutes=30),
+        use_local_synchronization=True,
+        group_desc=f"hocket {purpose}",
     )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _lanes(group: dist.ProcessGroup, edges: Iterable[tuple[int, int]]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """One two-rank communicator for each directed edge that touches this rank, made in one order by all."""
-    me = dist.get_rank(group)
-    lanes = {}
-    for edge in sorted(edges):
-        if me in edge:
-            ranks = sorted(dist.get_global_rank(group, r) for r in edge)
-            lanes[edge] = _new_group(ranks, None, f"hocket {edge[0]}->{edge[1]}")
-    return lanes
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
     def __init__(self, mesh: Mesh = None, device: str = "cpu", **options: Any):
         super().__init__(device, **options)
         self._pipeline = group_of(mesh)
+        # The scale exists from the first use on; ranks without the loss never scale anything themselves.
+        self.scale(torch.ones((), device=device))
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)

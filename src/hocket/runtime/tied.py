@@ -17,6 +17,7 @@ from torch import nn
 
 from hocket.errors import ConfigError
 from hocket.runtime.agreement import agree
+from hocket.runtime.p2p import Transport
 
 _MARK = "_hocket_tied_copy"
 
@@ -34,7 +35,8 @@ class _Tie:
     names: tuple[str, ...]
     ranks: list[int] = field(default_factory=list)
     parameter: nn.Parameter | None = None
-    group: dist.ProcessGroup | None = None
+    shared: bool = False
+    """Whether other ranks hold copies of this rank's parameter."""
     stashed: torch.Tensor | None = None
 
 
@@ -46,9 +48,10 @@ class TiedWeights:
         ties: Mapping[str, str],
         modules: Iterable[nn.Module],
         group: dist.ProcessGroup | None,
-        transport: object | None,
+        transport: Transport | None,
     ):
         modules = list(modules)
+        self._group = group
         self._ties = [_Tie(source, names) for source, names in sorted(_groups(ties).items())]
         problem = None
         rows: list[list[int]] = []
@@ -59,12 +62,12 @@ class TiedWeights:
                 problem = error
                 rows.append([0, 0, 0, 0])
         numbers = [number for row in rows for number in row]
-        everyone = agree(transport, problem, numbers)  # type: ignore[arg-type]
+        everyone = agree(transport, problem, numbers)
         for index, tie in enumerate(self._ties):
-            self._join(tie, [row[4 * index : 4 * index + 4] for row in everyone], group)
+            self._join(tie, [row[4 * index : 4 * index + 4] for row in everyone])
 
-    def _join(self, tie: _Tie, held: list[list[int]], group: dist.ProcessGroup | None) -> None:
-        """Check what every rank holds of `tie`, make the group of those that do, and give all the source's values."""
+    def _join(self, tie: _Tie, held: list[list[int]]) -> None:
+        """Check what every rank holds of `tie`, and give all that hold it the source's values."""
         owners = [rank for rank, (_, is_source, _, _) in enumerate(held) if is_source]
         found = sum(row[0] for row in held)
         if len(owners) != 1 or found != len(tie.names):
@@ -79,32 +82,46 @@ class TiedWeights:
                 f"tied weights {', '.join(tie.names)} differ in shape or dtype ({sizes}); make them equal"
             )
         tie.ranks = [rank for rank, row in enumerate(held) if row[0]]
-        if group is None or len(tie.ranks) == 1:
+        if self._group is None or len(tie.ranks) == 1 or tie.parameter is None:
             return
-        members = [dist.get_global_rank(group, rank) for rank in tie.ranks]
-        if tie.parameter is None:
-            return
-        made = dist.new_group(members, use_local_synchronization=True, group_desc=f"hocket tie {tie.source}")
-        assert isinstance(made, dist.ProcessGroup)
-        tie.group = made
-        source = dist.get_global_rank(group, owners[0])
-        dist.broadcast(tie.parameter.data, source, group=tie.group)
-        setattr(tie.parameter, _MARK, dist.get_rank() != source)
+        tie.shared = True
+        source = tie.ranks.index(owners[0])
+        tie.parameter.data.copy_(self._exchange(tie, tie.parameter.data)[source])
+        setattr(tie.parameter, _MARK, dist.get_rank(self._group) != owners[0])
+
+    def _exchange(self, tie: _Tie, mine: torch.Tensor) -> list[torch.Tensor]:
+        """`mine` of every rank that holds the weight, by rank. Point to point: no groups of some ranks are needed."""
+        group = self._group
+        assert group is not None
+        mine = mine.contiguous()
+        me = dist.get_rank(group)
+        found = [mine if rank == me else torch.empty_like(mine) for rank in tie.ranks]
+        operations = []
+        for rank, tensor in zip(tie.ranks, found, strict=True):
+            if rank != me:
+                operations.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+                operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return found
 
     def before_step(self) -> None:
         """Put earlier gradients aside: they have been summed over the ranks already."""
         for tie in self._ties:
-            if tie.group is not None and tie.parameter is not None:
+            if tie.shared and tie.parameter is not None:
                 tie.stashed, tie.parameter.grad = tie.parameter.grad, None
 
     def after_step(self) -> None:
         """Sum the step's gradients over the ranks, and add those put aside."""
         for tie in self._ties:
             parameter = tie.parameter
-            if tie.group is None or parameter is None or not parameter.requires_grad:
+            if not tie.shared or parameter is None or not parameter.requires_grad:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=tie.group)
+            first, *others = self._exchange(tie, gradient)
+            gradient = first + others[0]
+            for other in others[1:]:
+                gradient += other
             parameter.grad = gradient if tie.stashed is None else tie.stashed.add_(gradient)
             tie.stashed = None
 

@@ -1,0 +1,3 @@
+"""The version of hocket."""
+
+VERSION = "0.1.0"
