@@ -105,7 +105,12 @@ class Stage:
         saved = self.saved.get(microbatch)
         if saved is not None:
             saved.outputs = [tensors[index] for index in layout.grads]
-        return layout, [t.detach() for t in tensors]
+        kept = self._buffer_storages() if any(t.grad_fn is None for t in tensors) else ()
+        # A buffer may change in the next forward, before the send is through or the next stage has run.
+        return layout, [t.detach().clone() if kept and _storage(t) in kept else t.detach() for t in tensors]
+
+    def _buffer_storages(self) -> set[int]:
+        return {_storage(buffer) for buffer in self.module.buffers() if buffer.numel()}
 
     def backward_full(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """B. Gradients of the outputs in (None: the loss itself is the output), of the inputs out."""
@@ -140,6 +145,10 @@ class Stage:
         for microbatch in list(self.saved):
             self.splitter.discard(microbatch)
         self.saved.clear()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _keyword_filter(module: nn.Module) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
