@@ -244,7 +244,7 @@ def _row(
     """
     import numpy as np
 
-    if len(starts) < 4 or int((most - least).sum()) < 8 * len(starts):
+    if len(starts) < 4 or int((most - least).sum()) < max(8 * len(starts), 20_000):
         return _try_all(prefix, starts, least, most, after, base)
     costs, choice = np.empty(len(starts), dtype=prefix.dtype), np.empty(len(starts), dtype=np.int64)
     costs[::2], choice[::2] = _row(prefix, starts[::2], least[::2], most[::2], after, base)
