@@ -49,8 +49,8 @@ def simulate(program: Program, costs: CostModel | None = None, mode: Mode = "buf
     on their channel. `mode` says when a message of a lowered program may start: "rendezvous", when both ends have
     issued it (as NCCL does); "buffered", when the sender has. Linear in the number of actions.
 
-    Raises ProgramError if the program is not legal (`check=False` trusts one that has been verified already), and
-    ConfigError if the costs are for another number of stages or ranks, or the mode is unknown.
+    Raises ProgramError if the program is not legal (`check=False` trusts one that `verify` has seen), and ConfigError
+    if the costs are for another number of stages or ranks, or the mode is unknown.
     """
     if mode not in ("buffered", "rendezvous"):
         raise ConfigError(f"mode is {mode!r}; choose 'buffered' or 'rendezvous'")
