@@ -6,11 +6,13 @@ all raise the same error, which shows what each rank found.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from hocket.errors import ConfigError, HocketError
 from hocket.runtime.p2p import Transport
@@ -54,18 +56,26 @@ def agree_on_text(transport: Transport | None, text: str) -> None:
     )
 
 
-def signature(*values: Any) -> int:
-    """A number that stands for the shapes, dtypes and plain values of `values` on this rank."""
-    return hash(_describe(values))
+def signature(values: Any, shapes_only: Any) -> int:
+    """A number for shapes, dtypes and plain values of `values`, and for those of `shapes_only` but its plain values."""
+    return hash((_describe(values, True), _describe(shapes_only, False)))
 
 
-def _describe(value: Any) -> Any:
+def _describe(value: Any, plain: bool) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype, value.requires_grad)
+    kind = type(value)
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(_describe, value))
-    if isinstance(value, dict):
-        return tuple((str(key), _describe(item)) for key, item in value.items())
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return (type(value).__name__, value)
-    return type(value).__qualname__
+        return (kind.__qualname__, *[_describe(item, plain) for item in value])
+    if kind is dict:
+        return tuple([(repr(key), _describe(item, plain)) for key, item in value.items()])
+    if value is None or kind in _PLAIN or isinstance(value, enum.Enum):
+        # As text: Python gives -1 and -2 one hash.
+        return (kind.__qualname__, repr(value) if plain else None)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        return (kind.__qualname__, *[_describe(item, plain) for item in node.flatten_fn(value)[0]])
+    return (kind.__qualname__, str(getattr(value, "shape", None)))
+
+
+_PLAIN = {bool, int, float, complex, str, bytes, torch.dtype, torch.device}

@@ -17,7 +17,7 @@ from hocket.program import Op, Program
 from hocket.runtime.agreement import agree, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
-from hocket.runtime.microbatch import Microbatches, SplitRule, merge_outputs, split_step
+from hocket.runtime.microbatch import Batch, Microbatches, SplitRule, measure_batch, merge_outputs, split_step
 from hocket.runtime.p2p import Transport
 from hocket.runtime.payload import Layout
 from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
@@ -69,6 +69,7 @@ class PipelineSchedule:
         self._hooks: list[Hook] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
+        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
         self._first_rank = program.placement.rank_of(0)
         self.steps = 0
@@ -93,7 +94,7 @@ class PipelineSchedule:
         it. Raises ConfigError on all ranks for input that cannot work, before anything is sent, and StageError for what
         the user's code raises.
         """
-        count = n_microbatches or self.n_microbatches
+        count = self.n_microbatches if n_microbatches is None else n_microbatches
         train = self.program.has_backward
         return self._run(train, count, args, kwargs, targets, loss_scale, return_outputs)
 
@@ -110,7 +111,7 @@ class PipelineSchedule:
         Touches neither `.grad` nor the modules' modes. A batch with fewer items than microbatches is divided into as
         many microbatches as it has items. The loss is None where there is no loss_fn, or it needs targets not given.
         """
-        count = n_microbatches or self.n_microbatches
+        count = self.n_microbatches if n_microbatches is None else n_microbatches
         return self._run(False, count, args, kwargs, targets, 1.0, return_outputs)
 
     def share_loss(self, result: StepResult) -> torch.Tensor:
@@ -187,7 +188,7 @@ class PipelineSchedule:
         with nullcontext() if train else torch.no_grad():
             executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train, context))
         if layouts is None and not self._options.dynamic_shapes:
-            self._remember(key, executor.seen)
+            self._remember(self._layouts, key, executor.seen)
         if train:
             self._ties.after_step()
             self.steps += 1
@@ -201,55 +202,87 @@ class PipelineSchedule:
 
     def _agree(
         self, train: bool, count: int, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
-    ) -> tuple[int, int | None, tuple[Any, ...]]:
-        """What all ranks hold of this step: the number of microbatches, the batch size, and the key of its shapes."""
+    ) -> tuple[int, Batch, tuple[Any, ...]]:
+        """What all ranks hold of this step: the number of microbatches, the batch, and the key of its shapes."""
         problem: HocketError | None = None
-        batch = _UNKNOWN
+        claim = Batch(None, None)
         try:
-            self._check_inputs(train, args, targets)
-            batch = self._claim(args, targets, count)
+            self._check_inputs(count, args, kwargs)
+            claim = self._claim(args, kwargs, targets, count)
         except ConfigError as error:
             problem = error
-        flags = [p.requires_grad for stage in self._stages.values() for p in stage.module.parameters()]
-        shapes = signature(args, kwargs, targets is None, flags, _autocast_state())
-        rows = agree(self._transport, problem, [train, count, batch, shapes])
+        modules = [stage.module for stage in self._stages.values()]
+        flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
+        shapes = signature((args, kwargs, flags, _autocast_state()), targets)
+        size = _UNKNOWN if claim.size is None else claim.size
+        rows = agree(self._transport, problem, [train, count, size, shapes, hash(claim.sizes or 0)])
         _refuse_differences(rows)
+        key = tuple(map(tuple, rows))
         known = [row[2] for row in rows if row[2] != _UNKNOWN]
-        size = known[0] if known else None
-        if not train and size is not None:
-            count = min(count, max(size, 1))
-        return count, size, tuple(map(tuple, rows))
+        total = known[0] if known else None
+        sizes = self._share_sizes(key, claim.sizes, count)
+        if sizes and sum(sizes) == total:
+            return count, Batch(total, sizes), key
+        if not train and total is not None:
+            count = min(count, max(total, 1))
+        return count, Batch(total, None), key
 
-    def _check_inputs(self, train: bool, args: tuple[Any, ...], targets: Any) -> None:
-        if self.rank == self._first_rank and not args:
-            raise ConfigError(
-                f"rank {self.rank} holds stage 0 but got no positional argument; pass the inputs: "
-                "step(inputs, targets=...)"
-            )
-
-    def _claim(self, args: tuple[Any, ...], targets: Any, count: int) -> int:
-        """The batch size as this rank's inputs or targets tell it, or unknown."""
+    def _check_inputs(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"n_microbatches is {count!r}; give a whole number of at least 1")
         if self.rank == self._first_rank:
-            found = split_step(args, {}, None, 1, split=self._options.split).batch_size
-        elif self.rank == self.loss_rank and isinstance(targets, torch.Tensor) and targets.dim():
-            found = len(targets)
-        else:
-            found = None
-        return _UNKNOWN if found is None else found
+            stage = self._stages[0]
+            if not args and not stage.takes(kwargs):
+                raise ConfigError(
+                    f"rank {self.rank} holds stage 0 but got no positional argument; pass the inputs: "
+                    "step(inputs, targets=...)"
+                )
+            stage.check_call(args, kwargs)
+
+    def _claim(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, count: int) -> Batch:
+        """The batch as this rank's inputs or targets tell it."""
+        split = self._options.split
+        if self.rank == self._first_rank:
+            return measure_batch(args, kwargs, targets if self.rank == self.loss_rank else None, count, split=split)
+        if self.rank == self.loss_rank:
+            found = measure_batch((), {}, targets, count, split=split)
+            # In anything but a tensor the first length need not be the batch's.
+            return found if isinstance(targets, torch.Tensor) else Batch(None, found.sizes)
+        return Batch(None, None)
+
+    def _share_sizes(self, key: tuple[Any, ...], sizes: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
+        """The microbatches' sizes, on every rank, if arguments came divided; sent once for each key."""
+        if self._transport is None:
+            return sizes
+        owner = next((rank for rank in (self._first_rank, self.loss_rank) if key[rank][4]), None)
+        if owner is None:
+            return None
+        if key not in self._sizes:
+            mine = torch.tensor(sizes if sizes and self.rank == owner else [0] * count)
+            self._remember(self._sizes, key, tuple(self._transport.broadcast(mine, owner).tolist()))
+        return self._sizes[key]
 
     def _divide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, count: int, batch: int | None, known: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, count: int, batch: Batch, known: bool
     ) -> Microbatches:
         """Divide this rank's arguments. Shapes not seen before are agreed on once more, so that all refuse alike."""
         problem: HocketError | None = None
         parts = None
         try:
-            mine = args if 0 in self._stages else ()
-            parts = split_step(mine, kwargs, targets, count, split=self._options.split, batch_size=batch)
+            parts = split_step(
+                args if 0 in self._stages else (),
+                kwargs,
+                targets if self.rank == self.loss_rank else None,
+                count,
+                split=self._options.split,
+                batch_size=batch.sizes or batch.size,
+            )
         except ConfigError as error:
             problem = error
-        if not known or problem:
+        if not known:
             agree(self._transport, problem, [])
+        elif problem is not None:
+            raise problem
         assert parts is not None
         return parts
 
@@ -292,10 +325,11 @@ class PipelineSchedule:
         verify(program)
         return program
 
-    def _remember(self, key: tuple[Any, ...], layouts: dict[tuple[int, int, int], Layout]) -> None:
-        if len(self._layouts) >= 128:
-            self._layouts.clear()
-        self._layouts[key] = layouts
+    def _remember(self, memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
+        # Ranks forget together: all see the same keys in the same order.
+        if len(memory) >= 128:
+            memory.clear()
+        memory[key] = value
 
 
 def _autocast_state() -> tuple[Any, ...]:

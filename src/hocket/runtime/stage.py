@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hocket.errors import ConfigError
 from hocket.runtime.backward import BackwardSplitter
 from hocket.runtime.data_parallel import gradient_sync
 from hocket.runtime.info import PipelineStageInfo
@@ -64,7 +65,9 @@ class Stage:
         self.saved: dict[int, Saved] = {}
         self.final_microbatch = -1
         """The microbatch whose backward is the stage's last of the step."""
-        self._takes = _keyword_filter(module)
+        self._signature = inspect.signature(_innermost(module).forward)
+        self.takes = _keyword_filter(self._signature)
+        """Those of a step's keyword arguments that the module's forward names, or all if it has `**kwargs`."""
 
     def forward(
         self,
@@ -72,21 +75,30 @@ class Stage:
         received: Received | None,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        *,
         train: bool,
     ) -> Any:
         """Run the module on what the stage before has sent (or, on stage 0, on `args`), and on the step's kwargs."""
         saved = Saved()
         if received is not None:
             args, sent = self._enter(received, saved, train=train)
-            kwargs = {**self._takes(kwargs), **sent}
+            kwargs = {**self.takes(kwargs), **sent}
         else:
-            kwargs = self._takes(kwargs)
+            kwargs = self.takes(kwargs)
         if not train:
             return self.module(*args, **kwargs)
         self.saved[microbatch] = saved
         with self.sync.forward_scope(), self.splitter.forward_scope(microbatch):
             return self.module(*args, **kwargs)
+
+    def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if forward cannot be called with these: an argument missing, one too many, or one twice."""
+        try:
+            self._signature.bind(*args, **self.takes(kwargs))
+        except TypeError as error:
+            raise ConfigError(
+                f"stage {self.index} ({type(_innermost(self.module)).__name__}) takes {self._signature}, but got "
+                f"{len(args)} positional arguments and the keywords {sorted(self.takes(kwargs))}: {error}"
+            ) from error
 
     def _enter(self, received: Received, saved: Saved, *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = received.tensors
@@ -111,6 +123,10 @@ class Stage:
 
     def _buffer_storages(self) -> set[int]:
         return {_storage(buffer) for buffer in self.module.buffers() if buffer.numel()}
+
+    def root(self, microbatch: int, loss: torch.Tensor) -> None:
+        """Let backward of this microbatch start from `loss`."""
+        self.saved[microbatch].outputs = [loss] if loss.requires_grad else []
 
     def backward_full(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """B. Gradients of the outputs in (None: the loss itself is the output), of the inputs out."""
@@ -151,9 +167,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _keyword_filter(module: nn.Module) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Which of the step's keyword arguments the module's forward takes: those it names, or all if it has `**kwargs`."""
-    parameters = inspect.signature(_innermost(module).forward).parameters.values()
+def _keyword_filter(signature: inspect.Signature) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    parameters = signature.parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
