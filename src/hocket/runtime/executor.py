@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from hocket.errors import ConfigError, PipelineError, StageError
-from hocket.program import Action, Op, Program, message, unfold
+from hocket.errors import ConfigError, PeerError, PipelineError, StageError
+from hocket.program import Action, Op, Program, message, recv_of, unfold
 from hocket.runtime.context import Place, StepContext, enter
 from hocket.runtime.p2p import Transport, Work
 from hocket.runtime.payload import Layout, TensorMeta
 from hocket.runtime.release import releases
 from hocket.runtime.stage import Received, Stage
 
-Name = tuple[int, int, int]
+Name = tuple[Op, int, int]
 
 
 class Objective(Protocol):
@@ -41,17 +42,17 @@ class StepPlan:
 
 @dataclass
 class Record:
-    """Start and end of each action of the last step, in seconds of `time.perf_counter`, and the seconds waited."""
+    """When each action of the last step ended, in seconds of `time.perf_counter`; each began where the one before it
+    ended, the first at `begun`. `waited` are the seconds in which this rank waited for messages.
+    """
 
-    start: list[float] = field(default_factory=list)
-    end: list[float] = field(default_factory=list)
+    begun: float = 0.0
+    ends: list[float] = field(default_factory=list)
     waited: float = 0.0
-    computed: float = 0.0
 
-    @property
-    def busy(self) -> float:
-        """Seconds spent in compute actions, without their waits."""
-        return self.computed - self.waited
+    def spans(self) -> list[tuple[float, float]]:
+        """Start and end of each action."""
+        return list(zip([self.begun, *self.ends], self.ends, strict=False))
 
 
 Hook = Callable[[str, Action, Any], None]
@@ -87,7 +88,11 @@ class Executor:
         self.hooks: list[Hook] = []
         self.record = Record()
         self.current: Action | None = None
+        """The action that runs now."""
+        self.waiting: Name | None = None
+        """The message for which it waits now."""
         self._clear()
+        self._steps = [(action, self._bind(action)) for action in self.order]
 
     def _clear(self) -> None:
         self._handed: dict[Name, Any] = {}
@@ -105,172 +110,191 @@ class Executor:
             self.transport.forget()
 
     def run(self, plan: StepPlan) -> None:
-        """One step. Raises StageError for what the user's code raises, with rank, stage, microbatch and action."""
+        """One step. Raises StageError for what the user's code raises, with rank, stage, microbatch and action, and
+        PeerError where the connection to another rank fails.
+        """
         self.plan = plan
         for index, microbatch in self.final.items():
             self.stages[index].final_microbatch = microbatch
         self.seen = {} if plan.layouts is None else plan.layouts
-        self.record = record = Record()
         clock = time.perf_counter
-        starts, ends, perform = record.start, record.end, self._perform
-        for action in self.order:
+        self.record = record = Record(clock())
+        ended = record.ends.append
+        try:
+            if self.hooks:
+                self._run_announced(ended)
+            else:
+                for action, perform in self._steps:
+                    self.current = action
+                    perform()
+                    ended(clock())
+            self.current = None
+            self._finish_sending()
+        except (PipelineError, ConfigError):
+            raise
+        except Exception as error:
+            raise self._blame(error) from error
+        finally:
+            enter(None)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the last step spent in compute actions, without waiting."""
+        pairs = zip(self.order, self.record.spans(), strict=False)
+        return sum(end - begin for action, (begin, end) in pairs if action.op.is_compute) - self.record.waited
+
+    def _run_announced(self, ended: Callable[[float], None]) -> None:
+        for action, perform in self._steps:
             self.current = action
-            begun = clock()
-            perform(action)
-            ended = clock()
-            starts.append(begun)
-            ends.append(ended)
-            if action.op.is_compute:
-                record.computed += ended - begun
-        self.current = None
-        enter(None)
+            self._announce("before", action)
+            perform()
+            ended(time.perf_counter())
+            self._announce("after", action)
+
+    def _finish_sending(self) -> None:
         for works in self._sending.values():
             for work in works:
                 work.wait()
         self._sending.clear()
 
-    def _perform(self, action: Action) -> None:
-        op, stage, microbatch, parts = action
-        if self.hooks:
-            self._announce("before", action)
+    def _blame(self, error: Exception) -> PipelineError:
+        """The error that names where this rank was."""
+        action, text = self.current, f"{type(error).__name__}: {error}"
+        if action is None:
+            return PeerError(f"rank {self.rank}, end of the step: a message could not be sent: {text}")
+        place = f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        if self.waiting is not None:
+            kind, stage, microbatch = self.waiting
+            what = recv_of(Op(kind), stage, microbatch)
+            return PeerError(f"{place}: waiting for {what} from rank {self.home[stage]}: {text}")
+        if not action.op.is_compute:
+            return PeerError(f"{place}: the connection failed: {text}")
+        return StageError(f"{place}: {text}")
+
+    def _bind(self, action: Action) -> Callable[[], None]:
+        """What `action` does on this rank, with all names and places looked up."""
+        op, index, microbatch, parts = action
+        into, out_of = (Op.F, index - 1, microbatch), (Op.F, index, microbatch)
+        back_into, back_out_of = (Op.B, index + 1, microbatch), (Op.B, index, microbatch)
+        stage = self.stages[index]
         match op:
             case Op.F:
-                self._forward(stage, microbatch)
+                return partial(self._forward, stage, microbatch, into, out_of)
             case Op.B:
-                self._backward(stage, microbatch, self.stages[stage].backward_full)
+                return partial(self._backward, stage.backward_full, stage, microbatch, back_into, back_out_of)
             case Op.I:
-                self._backward(stage, microbatch, self.stages[stage].backward_input)
+                return partial(self._backward, stage.backward_input, stage, microbatch, back_into, back_out_of)
             case Op.W:
-                self._guard(self.stages[stage].backward_weight, microbatch)
+                return partial(stage.backward_weight, microbatch)
             case Op.SEND_F:
-                self._send_activation(stage, microbatch)
+                return partial(self._send_activation, self.home[index + 1], out_of)
             case Op.RECV_F:
-                self._post_activation(stage, microbatch)
+                return partial(self._post_activation, self.home[index - 1], into)
             case Op.SEND_B:
-                self._send_gradient(stage, microbatch)
+                return partial(self._send_gradient, self.home[index - 1], back_out_of)
             case Op.RECV_B:
-                self._post_gradient(stage, microbatch)
+                return partial(self._post_gradient, self.home[index + 1], back_into, out_of)
             case Op.OVERLAP_F_B:
                 assert self.run_pair is not None
-                forward, backward = parts
-                self.run_pair(lambda: self._perform(forward), lambda: self._perform(backward))
-        if self.hooks:
-            self._announce("after", action)
+                return partial(self.run_pair, self._bind(parts[0]), self._bind(parts[1]))
 
     # --- computing
 
-    def _forward(self, index: int, microbatch: int) -> None:
-        stage, plan = self.stages[index], self.plan
-        received = self._receive(index, microbatch) if index > 0 else None
-        args = plan.args[microbatch] if index == 0 else ()
-        enter(Place(plan.context, index, microbatch, recording=True))
-        output = self._guard(stage.forward, microbatch, received, args, plan.kwargs[microbatch], train=plan.train)
+    def _forward(self, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:
+        plan, index = self.plan, stage.index
+        received = self._receive(into) if index > 0 else None
+        enter(Place(plan.context, index, microbatch, True))
+        output = stage.forward(
+            microbatch, received, plan.args[microbatch] if index == 0 else (), plan.kwargs[microbatch], plan.train
+        )
         if index == self.last:
-            root = self._guard(plan.objective, microbatch, output) if plan.objective else None
+            root = plan.objective(microbatch, output) if plan.objective else None
             if root is not None and plan.train:
-                stage.saved[microbatch].outputs = [root] if root.requires_grad else []
+                stage.root(microbatch, root)
             return
-        layout, tensors = self._guard(stage.leave, microbatch, output)
-        name = (Op.F, index, microbatch)
+        layout, tensors = stage.leave(microbatch, output)
         if self.home[index + 1] == self.rank:
-            self._handed[name] = Received(layout, tensors, local=True)
+            self._handed[out_of] = Received(layout, tensors, True)
         else:
-            self._outbox[name] = (layout, tensors)
+            self._outbox[out_of] = (layout, tensors)
 
-    def _receive(self, index: int, microbatch: int) -> Received:
-        """The input of stage `index`, from this rank or from a message."""
-        name = (Op.F, index - 1, microbatch)
-        source = self.home[index - 1]
+    def _receive(self, name: Name) -> Received:
+        """The input of a stage, from this rank or from a message."""
+        source = self.home[name[1]]
         if source == self.rank:
             return self._handed.pop(name)
         layout, tensors = self._take(source, name, None)
         if layout is None:
             layout = self.seen[name]
         self.seen[name] = layout
-        return Received(layout, tensors, local=False)
+        return Received(layout, tensors, False)
 
     def _take(
         self, source: int, name: Name, metas: Sequence[TensorMeta] | None
     ) -> tuple[Layout | None, list[torch.Tensor]]:
         assert self.transport is not None
         begun = time.perf_counter()
+        self.waiting = name
         result = self.transport.take(source, name, metas)
-        self.record.waited += time.perf_counter() - begun
-        for through in self.releases.get(name, ()):  # type: ignore[call-overload]
+        for through in self.releases.get(name, ()):
             for work in self._sending.pop(through, ()):
                 work.wait()
+        self.waiting = None
+        self.record.waited += time.perf_counter() - begun
         return result
 
     def _backward(
-        self, index: int, microbatch: int, run: Callable[[int, Sequence[torch.Tensor] | None], list[torch.Tensor]]
+        self,
+        run: Callable[[int, Sequence[torch.Tensor] | None], list[torch.Tensor]],
+        stage: Stage,
+        microbatch: int,
+        into: Name,
+        out_of: Name,
     ) -> None:
-        gradients = None
+        gradients, index = None, stage.index
         if index < self.last:
-            name = (Op.B, index + 1, microbatch)
             source = self.home[index + 1]
             if source == self.rank:
-                gradients = self._handed.pop(name)
+                gradients = self._handed.pop(into)
             else:
-                gradients = self._take(source, name, _gradients_of(self.seen[Op.F, index, microbatch]))[1]
-        enter(Place(self.plan.context, index, microbatch, recording=False))
-        found = self._guard(run, microbatch, gradients)
-        if index == 0:
-            return
-        name = (Op.B, index, microbatch)
-        (self._handed if self.home[index - 1] == self.rank else self._outbox)[name] = found
-
-    def _guard(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the user's code under the scope of this stage and microbatch; name the place if it raises."""
-        action = self.current
-        try:
-            return run(*args, **kwargs)
-        except (PipelineError, ConfigError):
-            raise
-        except Exception as error:
-            text = str(error) or type(error).__name__
-            assert action is not None
-            raise StageError(
-                f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}: "
-                f"{type(error).__name__}: {text}"
-            ) from error
+                gradients = self._take(source, into, self.seen[Op.F, index, microbatch].gradients)[1]
+        enter(Place(self.plan.context, index, microbatch, False))
+        found = run(microbatch, gradients)
+        if index > 0:
+            (self._handed if self.home[index - 1] == self.rank else self._outbox)[out_of] = found
 
     # --- communicating
 
-    def _send_activation(self, index: int, microbatch: int) -> None:
+    def _send_activation(self, peer: int, name: Name) -> None:
         assert self.transport is not None
-        name = (Op.F, index, microbatch)
         layout, tensors = self._outbox.pop(name)
-        peer = self.home[index + 1]
         works: list[Work] = []
         if self.plan.layouts is None:
             self.seen[name] = layout
             works += self.transport.send_header(peer, layout)
         elif layout != (expected := self.seen[name]):
             raise StageError(
-                f"rank {self.rank}, stage {index}, microbatch {microbatch}: the stage returned {layout}, but for "
+                f"rank {self.rank}, stage {name[1]}, microbatch {name[2]}: the stage returned {layout}, but for "
                 f"inputs of the same shapes it returned {expected} before; if shapes depend on the data, pass "
                 "dynamic_shapes=True to build_schedule"
             )
         self._sending[name] = works + self.transport.send(peer, [t.contiguous() for t in tensors])
 
-    def _post_activation(self, index: int, microbatch: int) -> None:
+    def _post_activation(self, peer: int, name: Name) -> None:
         assert self.transport is not None
-        name = (Op.F, index - 1, microbatch)
         known = self.plan.layouts
         metas = None if known is None else known[name].tensors
-        self.transport.post(self.home[index - 1], name, metas, header=known is None)
+        self.transport.post(peer, name, metas, header=known is None)
 
-    def _send_gradient(self, index: int, microbatch: int) -> None:
+    def _send_gradient(self, peer: int, name: Name) -> None:
         assert self.transport is not None
-        name = (Op.B, index, microbatch)
         gradients = self._outbox.pop(name)
-        self._sending[name] = self.transport.send(self.home[index - 1], [g.contiguous() for g in gradients])
+        self._sending[name] = self.transport.send(peer, [g.contiguous() for g in gradients])
 
-    def _post_gradient(self, index: int, microbatch: int) -> None:
+    def _post_gradient(self, peer: int, name: Name, forward: Name) -> None:
         assert self.transport is not None
-        sent = self.seen.get((Op.F, index, microbatch))
-        metas = None if sent is None else _gradients_of(sent)
-        self.transport.post(self.home[index + 1], (Op.B, index + 1, microbatch), metas, header=False)
+        sent = self.seen.get(forward)
+        self.transport.post(peer, name, None if sent is None else sent.gradients, header=False)
 
     def _announce(self, when: str, action: Action) -> None:
         if action.op.is_compute:
@@ -279,8 +303,3 @@ class Executor:
             values = self._outbox.get(message(action))
         for hook in self.hooks:
             hook(when, action, values)
-
-
-def _gradients_of(layout: Layout) -> list[TensorMeta]:
-    """What comes back for a message: a gradient for each of its tensors that requires one."""
-    return [layout.tensors[index] for index in layout.grads]

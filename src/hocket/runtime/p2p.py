@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from hocket.errors import PeerError
+from hocket.program import Op
 from hocket.runtime.payload import Layout, TensorMeta
 
-Name = tuple[int, int, int]
+Name = tuple[Op, int, int]
 """A message: (kind, producing stage, microbatch), as in `hocket.program.message`."""
 
 # Gloo tags. The tail of a long header has its own: its receive is posted after those of later headers.

@@ -58,6 +58,11 @@ class Layout:
         """Raises PayloadError for what `from_bytes` in another process could not read."""
         return wire.to_bytes(self.node, self.tensors)
 
+    @property
+    def gradients(self) -> list[TensorMeta]:
+        """What comes back for the message: a gradient for each of its tensors that requires one."""
+        return [self.tensors[index] for index in self.grads]
+
     @classmethod
     def from_bytes(cls, data: bytes) -> Layout:
         """The layout that `to_bytes` wrote. Raises PayloadError for any other bytes."""

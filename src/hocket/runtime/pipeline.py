@@ -193,7 +193,7 @@ class PipelineSchedule:
             self._ties.after_step()
             self.steps += 1
         result = StepResult(self.loss_rank, seconds=time.perf_counter() - begun, wait_seconds=executor.record.waited)
-        result.busy_seconds, result.aux_losses = executor.record.busy, aux.totals
+        result.busy_seconds, result.aux_losses = executor.busy_seconds, aux.totals
         if collector is not None:
             collector.finish(result)
             if collector.outputs is not None:

@@ -1,0 +1,93 @@
+"""Time per compute action with nearly empty modules: hocket, a bare loop of the same order, and torch, in one run.
+
+    python benchmarks/executor.py [--quick]
+
+The modules multiply by one parameter, so what is measured is the executor, autograd's floor and the backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from bare import BareLoop
+from harness import alternate, machine, median, run_distributed, table, torch_schedule
+from torch import nn
+
+from hocket import build, lower, parse_schedule
+from hocket.runtime import PipelineStageInfo, build_schedule
+
+SHAPE = (4, 16)
+CONFIGS = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "num_stages_per_rank": 2},
+    {"schedule": "looped_bfs", "num_stages_per_rank": 2},
+    {"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": True},
+    {"schedule": "zero_bubble_v"},
+    {"schedule": "dual_pipe_v"},
+]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def measure(rank: int, config: dict[str, Any], count: int, rounds: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    info, modules = build_schedule(None, count, config, lambda info: Scale(), mse)
+    program = info.schedule.program
+    mine = dict(zip(program.placement.stages_of(rank), modules, strict=True))
+    x, y = torch.randn(count * SHAPE[0], SHAPE[1]), torch.randn(count * SHAPE[0], SHAPE[1])
+    bare = BareLoop(program, rank, mine, SHAPE, mse)
+    pieces, targets = x.chunk(count), y.chunk(count)
+    candidates = {
+        "bare": lambda: bare.step(pieces, targets),
+        "hocket": lambda: info.schedule.step(x, targets=y),
+    }
+    if program.num_ranks > 1:
+        theirs = torch_schedule(config, count, {i: Scale() for i in mine}, program.num_stages, mse)
+        first, last = info.has_first_stage, info.has_last_stage
+        candidates["torch"] = lambda: theirs.step(*([x] if first else []), target=y if last else None)
+    actions = sum(len(a.computes) for a in program.ranks[rank])
+    return {name: median(s) / actions * 1e6 for name, s in alternate(candidates, rounds).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and fewer ranks")
+    quick = parser.parse_args().quick
+    print(machine())
+    rows = []
+    for ranks in (1, 2) if quick else (1, 2, 4):
+        for config in CONFIGS:
+            count = 2 * ranks * 4
+            found = run_distributed(measure, ranks, config, count, 5 if quick else 25, timeout=300)[0]
+            bare, ours, theirs = found["bare"], found["hocket"], found.get("torch")
+            rows.append(
+                [
+                    ranks,
+                    " ".join(map(str, config.values())),
+                    f"{bare:.0f}",
+                    f"{ours:.0f}",
+                    f"{theirs:.0f}" if theirs else "-",
+                    f"{ours / bare:.2f}",
+                    f"{ours / theirs:.2f}" if theirs else "-",
+                ]
+            )
+            print(rows[-1], flush=True)
+    print(table(["ranks", "schedule", "bare us", "hocket us", "torch us", "/bare", "/torch"], rows))
+
+
+if __name__ == "__main__":
+    main()
