@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,12 @@ from hocket.cli.options import (
     schedule_mapping,
     schedule_options,
 )
-from hocket.cli.output import facts, number, percent, progress, say, say_json, size, table, wants_color
+from hocket.cli.output import facts, number, percent, prints, progress, say, say_json, size, table, wants_color
 from hocket.cli.sources import build_program, is_program_file, read_costs, read_program, read_schedule
-from hocket.errors import ConfigError, ProgramError
+from hocket.errors import ConfigError, HocketError, ProgramError
 from hocket.passes import lower
 from hocket.program import Program
-from hocket.schedules import ScheduleConfig, parse_schedule
+from hocket.schedules import ScheduleConfig, config_type_of, parse_schedule, schedule_names
 from hocket.simulate import Timeline, simulate
 from hocket.verify import verify
 
@@ -56,11 +57,14 @@ def _run_with_schedule(command: Command, args: Sequence[str]) -> int:
         options = [option for option in command.options if option not in (RANKS, MICROBATCHES)]
         values = parse(command, options, args, f"{command.summary}\n\nThe program is that of {source}.", source)
         return command.run({**values, "source": read_program(source)})
-    config = read_schedule(source)
-    fields = schedule_options(type(config), [option.name for option in command.options], config)
-    about = f"{command.summary}\n\nSchedule {config.schedule}: {' '.join((type(config).__doc__ or '').split())}"
+    # A bare name may leave out fields that have no default: options give them.
+    config = None if source in schedule_names() else read_schedule(source)
+    config_type = type(config) if config else config_type_of(source)
+    fields = schedule_options(config_type, [option.name for option in command.options], config)
+    name = config.schedule if config else source
+    about = f"{command.summary}\n\nSchedule {name}: {' '.join((config_type.__doc__ or '').split())}"
     values = parse(command, (*fields.values(), *command.options), args, about, source)
-    config = parse_schedule(schedule_mapping(type(config), fields, values))
+    config = parse_schedule(schedule_mapping(config_type, fields, values))
     return command.run({**values, "source": config})
 
 
@@ -198,14 +202,20 @@ def _draw(values: dict[str, Any]) -> int:
                 window = {"start": values["start"], "end": values["end"]}
                 color = wants_color("never" if path else values["color"])
                 text = draw_text(
-                    sources, width=width, color=color, ascii_only=values["ascii"], same_scale=same, **window
+                    sources,
+                    width=width,
+                    color=color,
+                    ascii_only=values["ascii"] or not (path or prints("│·─")),
+                    same_scale=same,
+                    **window,
                 )
             case ".json":
                 text = draw_trace(sources)
             case ".html":
                 text = draw_html(sources, title=title)
             case ".png" | ".svg" | ".pdf":
-                save_figure(sources, path, same_scale=same)
+                with _writing(path):
+                    save_figure(sources, path, same_scale=same)
                 return 0
             case _:
                 raise ConfigError(
@@ -227,10 +237,19 @@ def _read_text(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    try:
+    with _writing(path):
         Path(path).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path!r}: {error.strerror}") from None
+
+
+@contextmanager
+def _writing(path: str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, HocketError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot write {path!r}: {reason}") from None
 
 
 # --- the table of commands --------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from typing import Any
 
 
 def say(text: str) -> None:
-    """Write lines to standard output."""
+    """Write lines to standard output; what its encoding lacks becomes a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
+    text = text.encode(encoding, "replace").decode(encoding)
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
@@ -57,6 +59,15 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     found = list(pairs)
     width = max(len(name) for name, _ in found)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found)
+
+
+def prints(text: str) -> bool:
+    """Whether standard output can show these characters."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def wants_color(choice: str) -> bool:

@@ -15,6 +15,9 @@ from hocket.simulate import Event
 _COMPUTE, _JOINT, _CHANNEL = 0, 1, 2
 """Threads of a rank: what it computes, the backward of a pair that runs jointly, and from here on its channels."""
 
+_LANES = 64
+"""Threads for each receiver at most."""
+
 # A flow belongs to the bar that runs at its time. At the very end of a bar the next one may run already.
 _INSIDE = 0.999
 
@@ -84,16 +87,24 @@ def _counter(name: str, pid: int, time: float, value: float) -> dict[str, Any]:
 
 def _channels(panel: Panel, first: int, scale: float) -> Iterator[dict[str, Any]]:
     """Messages that take time, on a thread of the sender for each receiver."""
-    for source, dest in sorted({(m.source, m.dest) for m in panel.messages}):
-        yield _thread(first + source, _CHANNEL + dest, f"to rank {dest}")
-    for source, dest, kind, stage, microbatch, start, end in panel.messages:
+    free: dict[tuple[int, int], list[float]] = {}
+    for source, dest, kind, stage, microbatch, start, end in sorted(panel.messages, key=lambda m: m.start):
+        # Those of a compute-only program may be on their way together, and bars of a thread must not overlap.
+        lanes = free.setdefault((source, dest), [])
+        lane = next((lane for lane, until in enumerate(lanes) if until <= start), len(lanes))
+        tid = _CHANNEL + dest * _LANES + min(lane, _LANES - 1)
+        if lane == len(lanes):
+            lanes.append(end)
+            if lane < _LANES:
+                yield _thread(first + source, tid, f"to rank {dest}" + (f" ({lane + 1})" if lane else ""))
+        lanes[lane] = end
         send = send_of(kind, stage, microbatch)
         yield {
             "ph": "X",
             "name": str(send),
             "cat": "message",
             "pid": first + source,
-            "tid": _CHANNEL + dest,
+            "tid": tid,
             "ts": start * scale,
             "dur": (end - start) * scale,
             "args": {"stage": stage, "microbatch": microbatch, "dest": dest},
