@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from operator import neg
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from hocket.bound import lower_bound
 from hocket.cost import CostModel
 from hocket.errors import ConfigError, ProgramError
-from hocket.program import Action, Op, Program, consumer_stage, unfold
+from hocket.program import Action, Op, Program, consumer_stage
 from hocket.replay import Mode, Replay, replay
 from hocket.verify import verify
+
+if TYPE_CHECKING:
+    from hocket.wiring import Columns
 
 
 class Event(NamedTuple):
@@ -86,12 +87,9 @@ class Timeline:
     @cached_property
     def _spans(self) -> tuple[tuple[float, float], ...]:
         """First start and last end of each rank's compute."""
-        found = []
-        for order, starts, ends in zip(self.replay.orders, self.replay.start, self.replay.end, strict=True):
-            first = next((s for a, s in zip(order, starts, strict=True) if a.op.is_compute), 0.0)
-            last = next((e for a, e in zip(reversed(order), reversed(ends), strict=True) if a.op.is_compute), 0.0)
-            found.append((first, last))
-        return tuple(found)
+        result = self.replay
+        edges = pairwise(result.wiring.starts.tolist())
+        return tuple((result.begins[a], result.ends[b - 1] or 0.0) if a < b else (0.0, 0.0) for a, b in edges)
 
     @property
     def makespan(self) -> float:
@@ -109,9 +107,9 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank computes."""
-        # Sends and receives end when they start, so they add nothing. fsum leaves no rounding of a long sum behind.
-        pairs = zip(self.replay.start, self.replay.end, strict=True)
-        return tuple(math.fsum(chain(ends, map(neg, starts))) for starts, ends in pairs)
+        wiring, durations = self.replay.wiring, self.replay.durations
+        seconds = wiring.seconds(durations.compute, durations.overlap)
+        return tuple(math.fsum(seconds[a:b]) for a, b in pairwise(wiring.starts.tolist()))
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -149,7 +147,7 @@ class Timeline:
         Each counts from the start of its F to the end of its W (or B); in a forward-only program, to the end of its F.
         """
         ones = (1.0,) * self.program.num_stages
-        return tuple(map(int, _peaks(self.program, self.replay.orders, ones, ones)))
+        return tuple(map(int, _peaks(self.replay.wiring.columns, ones, ones)))
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -157,7 +155,7 @@ class Timeline:
 
         Buffers of messages that wait for their consumer are not counted.
         """
-        return peak_bytes(self.program, self.costs)
+        return _peak_bytes(self.replay.wiring.columns, self.costs)
 
     # --- what there is to draw ----------------------------------------------------------------------------------------
 
@@ -216,41 +214,32 @@ def peak_bytes(program: Program, costs: CostModel) -> tuple[float, ...]:
 
     Raises ConfigError if the costs are for another number of stages or ranks.
     """
-    stages = program.num_stages
-    whole, rest = costs.per_stage("activation_bytes", stages), costs.per_stage("weight_bytes", stages)
-    orders = program.ranks if costs.overlap is not None else [unfold(actions) for actions in program.ranks]
-    peaks = _peaks(program, orders, whole, rest)
-    return tuple(s + p for s, p in zip(costs.static_of(program.num_ranks), peaks, strict=True))
+    from hocket.wiring import read  # here, so that `import hocket` need not wait for numpy
+
+    return _peak_bytes(read(program, joint=costs.overlap is not None), costs)
 
 
-def _peaks(
-    program: Program, orders: Sequence[Sequence[Action]], whole: tuple[float, ...], rest: tuple[float, ...]
-) -> list[float]:
+def _peak_bytes(columns: Columns, costs: CostModel) -> tuple[float, ...]:
+    program = columns.program
+    whole, rest = (costs.per_stage(name, program.num_stages) for name in ("activation_bytes", "weight_bytes"))
+    static = costs.static_of(program.num_ranks)
+    return tuple(s + p for s, p in zip(static, _peaks(columns, whole, rest), strict=True))
+
+
+def _peaks(columns: Columns, whole: tuple[float, ...], rest: tuple[float, ...]) -> list[float]:
     """The largest sum each rank holds, where a stage holds `whole` from F to I or B, and `rest` from I to W.
 
-    A rank does one thing at a time, so the order alone decides. Both parts of a joint pair hold theirs at once.
+    A rank does one thing at a time, so the order alone decides. Both parts of a joint pair hold theirs at once: the
+    forward comes first, and takes memory before the backward gives any back.
     """
-    freed = [
-        [0.0] * len(whole) if program.has_backward else [-x for x in whole],
-        [-x for x in whole],
-        [r - x for x, r in zip(whole, rest, strict=True)],
-        [-x for x in rest],
-    ]
-    peaks = []
-    for order in orders:
-        held = peak = 0.0
-        for op, stage, _, parts in order:
-            if op <= 3:
-                if op == 0:
-                    held += whole[stage]
-                    peak = max(peak, held)
-                held += freed[op][stage]
-            elif parts:
-                forward, backward = parts
-                held += whole[forward.stage]
-                peak = max(peak, held)
-                held += freed[backward.op][backward.stage]
-            if held > peak:
-                peak = held
-        peaks.append(peak)
-    return peaks
+    import numpy as np
+
+    held, kept = np.array(whole), np.array(rest)
+    none = np.zeros_like(held)
+    taken = np.array([held, none, none, none])
+    given = np.array([none if columns.program.has_backward else held, held, held - kept, kept])
+    computes = columns.op <= Op.W
+    op, stage = columns.op[computes], columns.stage[computes]
+    change = np.column_stack([taken[op, stage], -given[op, stage]]).ravel()
+    edges = 2 * np.concatenate([[0], np.cumsum(computes)])[columns.first]
+    return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(edges.tolist())]
