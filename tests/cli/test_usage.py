@@ -104,7 +104,7 @@ def test_usage(hocket, args, words):
         (["simulate", "1f1b", *SIZE, "--costs", '{"forwards": 1}'], "no field 'forwards'"),
         (["simulate", "1f1b", *SIZE, "--costs", "[1]"], "give JSON like"),
         (["simulate", "1f1b", *SIZE, "--costs", "{1}"], "--costs is no valid JSON"),
-        (["draw", "1f1b", *SIZE, "--width", "3"], "at least 16"),
+        (["draw", "1f1b", *SIZE, "--width", "3"], "give 16 to"),
         (["draw", "1f1b", *SIZE, "--output", "x.gif"], "its suffix says"),
         (["draw", "1f1b", *SIZE, "--output", "/nowhere/x.txt"], "cannot write '/nowhere/x.txt'"),
         (["draw", "1f1b", *SIZE, "--output", "/nowhere/x.png"], "cannot write '/nowhere/x.png'"),

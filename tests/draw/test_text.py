@@ -98,7 +98,8 @@ def test_bare_events_of_a_run():
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"width": 15}, "width of 15 columns.*at least 16"),
+        ({"width": 15}, "width of 15 columns; give 16 to"),
+        ({"width": 10**9}, "width of 1000000000 columns"),
         ({"start": 5, "end": 5}, "window from 5 to 5 is empty"),
         ({"end": float("nan")}, "window from 0 to nan"),
         ({"end": float("inf")}, "window from 0 to inf"),

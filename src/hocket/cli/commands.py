@@ -309,7 +309,7 @@ _COMMANDS = {
                 None,
                 "FILE",
             ),
-            Option("width", int | None, "Columns of a text; otherwise those of the terminal.", None, "N"),
+            Option("width", int | None, "Columns of a text; otherwise those of the terminal, or 100.", None, "N"),
             Option("start", float, "Time at which a text begins.", 0.0),
             Option("end", float | None, "Time at which a text ends.", None, "X"),
             Option("color", Literal["auto", "always", "never"], "Colours in a text.", "auto"),

@@ -261,7 +261,7 @@ def _memory_lines(axis: Axes, panel: Panel, size: float) -> None:
             times, [*held, held[-1]], where="post", lw=1.0, color=color, label=f"rank {rank}", zorder=ranks - rank
         )
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_locator(MaxNLocator(4, integer=not panel.counts_bytes))
+    axis.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10], integer=not panel.counts_bytes))
     axis.grid(axis="y", lw=0.3, color="#cccccc")
     axis.set_axisbelow(True)
     axis.legend(

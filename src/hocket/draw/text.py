@@ -14,8 +14,8 @@ from hocket.draw.panel import Panel, Sources, panels_of, same_makespan
 from hocket.errors import ConfigError
 from hocket.program import Action, Op
 
-MIN_WIDTH = 16
-"""Columns that a picture takes at least."""
+MIN_WIDTH, MAX_WIDTH = 16, 100_000
+"""Columns that a picture takes at least and at most."""
 
 
 class Marks(NamedTuple):
@@ -47,10 +47,10 @@ def draw_text(
     is too long, a column shows the op that has most of it, or a bubble. Several sources, by title, are drawn one above
     the other: to the same scale, or each to the full width. `color` adds ANSI escapes; columns do not count them.
 
-    Raises ConfigError if the width is below 16, or the window is empty.
+    Raises ConfigError if the width is not in 16..100000, or the window is empty.
     """
-    if width < MIN_WIDTH:
-        raise ConfigError(f"a width of {width} columns is too little to draw in; give at least {MIN_WIDTH}")
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ConfigError(f"cannot draw in a width of {width} columns; give {MIN_WIDTH} to {MAX_WIDTH}")
     panels = panels_of(sources)
     marks = ASCII if ascii_only else UNICODE
     label = len(str(max(len(panel.rows) for panel in panels) - 1))

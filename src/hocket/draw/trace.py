@@ -37,7 +37,8 @@ def draw_trace(sources: Sources, *, seconds_per_unit: float = 1.0) -> str:
         events += _of_panel(panel, first, scale)
         first += len(panel.rows)
     # One event a line: a file that can be read, searched and compared.
-    body = ",\n".join(json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in events)
+    encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+    body = ",\n".join(map(encode, events))
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{body}\n]}}\n'
 
 
@@ -58,6 +59,11 @@ def _of_panel(panel: Panel, first: int, scale: float) -> Iterator[dict[str, Any]
     yield from _flows(panel, first, scale)
 
 
+def _time(microseconds: float) -> float:
+    """Rounded to what Perfetto keeps: nanoseconds."""
+    return round(microseconds, 3)
+
+
 def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
@@ -75,14 +81,14 @@ def _bar(event: Event, pid: int, tid: int, scale: float) -> dict[str, Any]:
         "cat": NAMES[op],
         "pid": pid,
         "tid": tid,
-        "ts": event.start * scale,
-        "dur": (event.end - event.start) * scale,
+        "ts": _time(event.start * scale),
+        "dur": _time((event.end - event.start) * scale),
         "args": {"op": op.name, "stage": stage, "microbatch": microbatch},
     }
 
 
 def _counter(name: str, pid: int, time: float, value: float) -> dict[str, Any]:
-    return {"ph": "C", "name": f"memory ({name})", "pid": pid, "ts": time, "args": {name: value}}
+    return {"ph": "C", "name": f"memory ({name})", "pid": pid, "ts": _time(time), "args": {name: value}}
 
 
 def _channels(panel: Panel, first: int, scale: float) -> Iterator[dict[str, Any]]:
@@ -105,8 +111,8 @@ def _channels(panel: Panel, first: int, scale: float) -> Iterator[dict[str, Any]
             "cat": "message",
             "pid": first + source,
             "tid": tid,
-            "ts": start * scale,
-            "dur": (end - start) * scale,
+            "ts": _time(start * scale),
+            "dur": _time((end - start) * scale),
             "args": {"stage": stage, "microbatch": microbatch, "dest": dest},
         }
 
@@ -123,7 +129,7 @@ def _flows(panel: Panel, first: int, scale: float) -> Iterator[dict[str, Any]]:
         at = maker.start + _INSIDE * (maker.end - maker.start)
         for ph, event, time in (("s", maker, at), ("f", user, user.start)):
             tid = _JOINT if (event.rank, event) in joint else _COMPUTE
-            yield {**common, "ph": ph, "bp": "e", "pid": first + event.rank, "tid": tid, "ts": time * scale}
+            yield {**common, "ph": ph, "bp": "e", "pid": first + event.rank, "tid": tid, "ts": _time(time * scale)}
 
 
 def read_trace(text: str, *, seconds_per_unit: float = 1.0) -> list[Event]:
