@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it when first made: seconds that forked ranks need not spend one by one
 import torch.distributed as dist
 
 # How long the other ranks may go on after one has failed, so that what they say of it is heard too.

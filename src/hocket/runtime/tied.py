@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hocket.errors import ConfigError
 from hocket.runtime.agreement import agree
+from hocket.runtime.data_parallel import is_wrapped
+from hocket.runtime.names import place_tied, whole_name
 from hocket.runtime.p2p import Transport
 
 _MARK = "_hocket_tied_copy"
@@ -51,7 +54,7 @@ class TiedWeights:
         transport: Transport | None,
     ):
         modules = list(modules)
-        self._group = group
+        self._group, self._transport = group, transport
         self._ties = [_Tie(source, names) for source, names in sorted(_groups(ties).items())]
         problem = None
         rows: list[list[int]] = []
@@ -82,28 +85,21 @@ class TiedWeights:
                 f"tied weights {', '.join(tie.names)} differ in shape or dtype ({sizes}); make them equal"
             )
         tie.ranks = [rank for rank, row in enumerate(held) if row[0]]
+        if tie.parameter is not None:
+            place_tied(tie.parameter, tie.names)
         if self._group is None or len(tie.ranks) == 1 or tie.parameter is None:
             return
         tie.shared = True
         source = tie.ranks.index(owners[0])
-        tie.parameter.data.copy_(self._exchange(tie, tie.parameter.data)[source])
+        with torch.no_grad():
+            mine = _local(tie.parameter)
+            mine.copy_(self._exchange(tie, mine)[source])
         setattr(tie.parameter, _MARK, dist.get_rank(self._group) != owners[0])
 
     def _exchange(self, tie: _Tie, mine: torch.Tensor) -> list[torch.Tensor]:
         """`mine` of every rank that holds the weight, by rank. Point to point: no groups of some ranks are needed."""
-        group = self._group
-        assert group is not None
-        mine = mine.contiguous()
-        me = dist.get_rank(group)
-        found = [mine if rank == me else torch.empty_like(mine) for rank in tie.ranks]
-        operations = []
-        for rank, tensor in zip(tie.ranks, found, strict=True):
-            if rank != me:
-                operations.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
-                operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        return found
+        assert self._transport is not None
+        return self._transport.exchange(mine.contiguous(), tie.ranks)
 
     def before_step(self) -> None:
         """Put earlier gradients aside: they have been summed over the ranks already."""
@@ -118,18 +114,31 @@ class TiedWeights:
             if not tie.shared or parameter is None or not parameter.requires_grad:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            first, *others = self._exchange(tie, gradient)
-            gradient = first + others[0]
-            for other in others[1:]:
-                gradient += other
+            gradient = self._summed(tie, gradient.detach())
             parameter.grad = gradient if tie.stashed is None else tie.stashed.add_(gradient)
             tie.stashed = None
+
+    def _summed(self, tie: _Tie, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in one order on all of them. Shards meet shards: each rank's replicas cut alike."""
+        first, *others = self._exchange(tie, _local(gradient))
+        total = first + others[0]
+        for other in others[1:]:
+            total += other
+        if not isinstance(gradient, DTensor):
+            return total
+        _local(gradient).copy_(total)
+        return gradient
 
     def after_failure(self) -> None:
         """Give earlier gradients back."""
         for tie in self._ties:
             if tie.stashed is not None and tie.parameter is not None:
                 tie.parameter.grad, tie.stashed = tie.stashed, None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _groups(ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -148,22 +157,29 @@ def _groups(ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 def _hold(tie: _Tie, modules: list[nn.Module]) -> list[int]:
     """Make the names of `tie` on this rank one Parameter. Gives [how many, has the source, numel, what]."""
-    places = [
-        (name, module, parameter)
-        for name in tie.names
-        for module in modules
-        if (parameter := dict(module.named_parameters(remove_duplicate=False)).get(name)) is not None
-    ]
+    owners: dict[str, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
+    for module in modules:
+        for own, parameter in module.named_parameters(remove_duplicate=False):
+            owners[whole_name(module, own)].append((own, module, parameter))
+    places = [(name, *owner) for name in tie.names for owner in owners[name]]
     if not places:
         return [0, 0, 0, 0]
-    first = places[0][2]
-    for name, module, parameter in places[1:]:
+    first = places[0][3]
+    for name, own, module, parameter in places[1:]:
+        if parameter is first:
+            continue
         if parameter.shape != first.shape or parameter.dtype != first.dtype:
             raise ConfigError(
                 f"tied weights {places[0][0]} {tuple(first.shape)} {first.dtype} and {name} {tuple(parameter.shape)} "
                 f"{parameter.dtype} differ; make their shapes and dtypes equal"
             )
-        owner, _, attribute = name.rpartition(".")
+        if is_wrapped(module):
+            raise ConfigError(
+                f"tied weights {places[0][0]} and {name} live on one rank, but {name}'s stage is wrapped for data "
+                "parallelism already, and its wrapper would go on with the weight that the tie replaces; use a "
+                "placement that puts them on different ranks, or wrap nothing around these stages"
+            )
+        owner, _, attribute = own.rpartition(".")
         setattr(module.get_submodule(owner), attribute, first)
     tie.parameter = first
     what = hash((tuple(first.shape), first.element_size())) & 0x7FFFFFFF
