@@ -110,6 +110,24 @@ def run_cases(rank: int, cases: Mapping[str, Case], configs: Sequence[str]) -> d
     return found
 
 
+def once(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run`, done once for all tests that look at its result; if it failed, each of them fails at once."""
+    found: list[tuple[Any, BaseException | None]] = []
+
+    def get() -> Any:
+        if not found:
+            try:
+                found.append((run(), None))
+            except BaseException as error:
+                found.append((None, error))
+        value, error = found[0]
+        if error is not None:
+            raise error
+        return value
+
+    return get
+
+
 def merge_ranks(rows: Sequence[Ran]) -> Ran:
     """What all ranks together gave."""
     last = next(row for row in rows if None not in row.losses)
@@ -150,7 +168,7 @@ def _reference_call(case: Case, call: Call, stages: Mapping[int, nn.Module]) -> 
             weight = 1.0
         if not call.evaluate and loss.requires_grad:
             (loss * weight).backward()
-        total += float(loss) * weight
+        total += float(loss.detach()) * weight
         outputs.append(output)
     return total, outputs
 
@@ -178,7 +196,7 @@ def divided(case: Case, call: Call) -> list[tuple[tuple[Any, ...], dict[str, Any
         items = [range(end - length, end) for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
         batch = sum(lengths)
     else:
-        batch = len(next(leaf for leaf in _pytree.tree_leaves(first) if isinstance(leaf, torch.Tensor)))
+        batch = next(x for x in _pytree.tree_leaves(first) if isinstance(x, torch.Tensor)).size(rules.get(0, 0))
         items = split_microbatch_ranges(batch, min(count, batch) if call.evaluate else count)
 
     def part(value: Any, index: int, rule: Any = 0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed import run_distributed
 from hocket.runtime import PipelineStageInfo
-from runtime.stage_cases import TRAINING, WIDTH, Call, Case, Ran, assert_same, merge_ranks, reference, run_cases
+from runtime.stage_cases import TRAINING, WIDTH, Call, Case, Ran, assert_same, merge_ranks, once, reference, run_cases
 
 BATCH = 8
 torch.manual_seed(0)
@@ -294,8 +293,7 @@ class InPlace(Linear):
 @case("P32 in-place on what leaves, before it does")
 class InPlaceOutput(Linear):
     def forward(self, h: torch.Tensor) -> Any:
-        h = self.layer(h).mul_(2).add_(1)
-        return h
+        return self.layer(h).mul_(2).add_(1)
 
 
 # --- who needs gradients ----------------------------------------------------------------------------------------------
@@ -405,7 +403,7 @@ class Autocast(Linear):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+@once
 def on_two_ranks() -> list[dict[tuple[str, str], Ran]]:
     return run_distributed(run_cases, 2, CASES, TRAINING, timeout=100)
 
