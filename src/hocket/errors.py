@@ -1,20 +1,23 @@
 """The exceptions of hocket: one tree, so that `except HocketError` catches all that the library raises.
 
-    HocketError
-    ├── ConfigError (ValueError)        a config, an argument or an input that cannot work; says what to change
-    │   ├── ScheduleError               the schedule's definition rules these numbers out
-    │   └── PartitionError              layers or items that cannot be divided as asked
-    ├── ProgramError (ValueError)       a program that is not legal; shows the grid with a mark at the fault
-    │   └── ParseError                  text or CSV that is no program
-    └── PipelineError (RuntimeError)    a step that failed at run time
-        ├── StageError                  the user's code failed: names rank, stage, microbatch and action
-        ├── PeerError                   another rank failed, disagrees, or is gone
-        └── PipelineTimeoutError        a rank did not answer in time
+HocketError
+├── ConfigError (ValueError)        a config, an argument or an input that cannot work; says what to change
+│   ├── ScheduleError               the schedule's definition rules these numbers out
+│   └── PartitionError              layers or items that cannot be divided as asked
+├── ProgramError (ValueError)       a program that is not legal; shows the grid with a mark at the fault
+│   └── ParseError                  text or CSV that is no program
+└── PipelineError (RuntimeError)    a step that failed at run time
+    ├── StageError                  the user's code failed: names rank, stage, microbatch and action
+    ├── PeerError                   another rank failed, disagrees, or is gone
+    └── PipelineTimeoutError        a rank did not answer in time
 """
 
 
 class HocketError(Exception):
     """Base of all errors that hocket raises on purpose."""
+
+    agreed: bool = False
+    """All ranks raise it, at the same place and before anything is sent: the pipeline can go on."""
 
 
 class ConfigError(HocketError, ValueError):

@@ -9,13 +9,21 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree
 
 from hocket.errors import ConfigError, HocketError
 from hocket.runtime.p2p import Transport
+
+E = TypeVar("E", bound=HocketError)
+
+
+def agreed(error: E) -> E:
+    """`error`, marked as one that all ranks raise alike, so that it does not end the pipeline."""
+    error.agreed = True
+    return error
 
 
 def agree(transport: Transport | None, problem: HocketError | None, numbers: Sequence[int]) -> list[list[int]]:
@@ -26,15 +34,15 @@ def agree(transport: Transport | None, problem: HocketError | None, numbers: Seq
     """
     if transport is None:
         if problem is not None:
-            raise problem
+            raise agreed(problem)
         return [list(numbers)]
     rows = transport.gather([problem is not None, *numbers])
     failed = [rank for rank, row in enumerate(rows) if row[0]]
     if failed:
         texts = transport.gather_text("" if problem is None else str(problem))
         if problem is not None:
-            raise problem
-        raise ConfigError("\n".join(f"on rank {rank}: {texts[rank]}" for rank in failed))
+            raise agreed(problem)
+        raise agreed(ConfigError("\n".join(f"on rank {rank}: {texts[rank]}" for rank in failed)))
     return [row[1:] for row in rows]
 
 
@@ -50,9 +58,11 @@ def agree_on_text(transport: Transport | None, text: str) -> None:
     for facts in zip(*columns, strict=False):
         if len(set(facts)) > 1:
             lines += [f"  rank {rank}: {fact}" for rank, fact in enumerate(facts)]
-    raise ConfigError(
-        "the ranks do not build the same pipeline; give build_schedule the same arguments on all of them:\n"
-        + "\n".join(lines)
+    raise agreed(
+        ConfigError(
+            "the ranks do not build the same pipeline; give build_schedule the same arguments on all of them:\n"
+            + "\n".join(lines)
+        )
     )
 
 

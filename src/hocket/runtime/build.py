@@ -23,6 +23,7 @@ from hocket.runtime.result import LossFn, LossReduction
 from hocket.runtime.rng import derive_seed, isolated_rng
 from hocket.runtime.stage import Stage
 from hocket.runtime.tied import TiedWeights
+from hocket.runtime.watch import Watch
 from hocket.schedules import InferenceConfig, ScheduleConfig, build, parse_schedule
 from hocket.verify import verify
 from hocket.version import VERSION
@@ -46,6 +47,7 @@ def build_schedule(
     seed: int | None = None,
     init: Init = "per_stage",
     device: torch.device | str | None = None,
+    timeout: float = 600.0,
 ) -> tuple[PipelineInfo, list[nn.Module]]:
     """Make this rank's stages and the schedule that runs them. Call it on every rank of the pipeline alike.
 
@@ -65,6 +67,7 @@ def build_schedule(
         on any number of ranks. "sequential": from one stream through all stages, as one process that makes them in
         order would; for that, every rank makes every stage, one at a time, and keeps its own.
     device: where tensors travel; by default the current accelerator if the group uses one, else the CPU.
+    timeout: seconds that this rank may wait for another, for one message or one call, before it gives up on it.
 
     Returns (info, modules), the modules in stage order. Raises ConfigError, on every rank, for arguments that cannot
     work or that differ between ranks.
@@ -72,30 +75,36 @@ def build_schedule(
     group = group_of(mesh)
     ranks = 1 if group is None else dist.get_world_size(group)
     rank = 0 if group is None else dist.get_rank(group)
-    transport = None if group is None or ranks == 1 else Transport(group, _device(group, device))
-    try:
-        config = parse_schedule(schedule_config)
-        _check_arguments(config, n_microbatches, loss_fn, loss_reduction, init)
-        program = lower(build(config, ranks=ranks, microbatches=n_microbatches))
-        verify(program)
-    except HocketError as error:
-        agree(transport, error, [])
-        raise
-    agree(transport, None, [])
-    agree_on_text(transport, _facts(config, n_microbatches, loss_reduction, program, tied, init))
-    if transport:
-        transport.open(_edges(program))
-    seed = torch.initial_seed() if seed is None else seed
-    modules = _make_modules(program, rank, model_provider, transport, seed, init)
-    ties = TiedWeights(tied or {}, modules.values(), group, transport)
-    split_backward = any(part.op == Op.I for _, _, action in program.actions() for part in action.computes)
-    stages = {
-        index: Stage(module, PipelineStageInfo(index, program.num_stages), split=split_backward)
-        for index, module in modules.items()
-    }
-    options = StepOptions(loss_fn, loss_reduction, split or {}, dynamic_shapes, run_pair, seed)
-    schedule = PipelineSchedule(config, program, rank, stages, transport, ties, options)
-    return PipelineInfo(schedule, 0 in stages, program.num_stages - 1 in stages), list(modules.values())
+    if not timeout > 0:
+        raise ConfigError(f"timeout is {timeout}; give a number of seconds above 0")
+    transport = None if group is None or ranks == 1 else Transport(group, _device(group, device), timeout)
+    watch = transport.watch if transport else Watch(None, "", 0, 1, timeout)
+    with watch.call("build_schedule"):
+        if transport:
+            transport.connect()
+        try:
+            config = parse_schedule(schedule_config)
+            _check_arguments(config, n_microbatches, loss_fn, loss_reduction, init)
+            program = lower(build(config, ranks=ranks, microbatches=n_microbatches))
+            verify(program)
+        except HocketError as error:
+            agree(transport, error, [])
+            raise
+        agree(transport, None, [])
+        agree_on_text(transport, _facts(config, n_microbatches, loss_reduction, program, tied, init))
+        if transport:
+            transport.open(_edges(program))
+        seed = torch.initial_seed() if seed is None else seed
+        modules = _make_modules(program, rank, model_provider, transport, seed, init)
+        ties = TiedWeights(tied or {}, modules.values(), group, transport)
+        split_backward = any(part.op == Op.I for _, _, action in program.actions() for part in action.computes)
+        stages = {
+            index: Stage(module, PipelineStageInfo(index, program.num_stages), split=split_backward)
+            for index, module in modules.items()
+        }
+        options = StepOptions(loss_fn, loss_reduction, split or {}, dynamic_shapes, run_pair, seed)
+        schedule = PipelineSchedule(config, program, rank, stages, transport, ties, options, watch)
+        return PipelineInfo(schedule, 0 in stages, program.num_stages - 1 in stages), list(modules.values())
 
 
 def _check_arguments(config: ScheduleConfig, count: int, loss_fn: Any, reduction: str, init: str) -> None:

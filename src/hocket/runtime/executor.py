@@ -94,7 +94,19 @@ class Executor:
         self._clear()
         self._steps = [(action, self._bind(action)) for action in self.order]
 
+    def awaited(self) -> tuple[str, int] | None:
+        """What this rank waits for, in words, and the rank from which; None while it computes."""
+        if self.waiting is None:
+            return None
+        kind, stage, microbatch = self.waiting
+        received = recv_of(Op(kind), stage, microbatch)
+        if self.current is None:
+            peer = self.home[received.stage]
+            return f"rank {peer} to take its messages (last {received})", peer
+        return f"{received} from rank {self.home[stage]}", self.home[stage]
+
     def _clear(self) -> None:
+        self.waiting = None
         self._handed: dict[Name, Any] = {}
         self._outbox: dict[Name, Any] = {}
         self._sending: dict[Name, list[Work]] = {}
@@ -152,9 +164,11 @@ class Executor:
             self._announce("after", action)
 
     def _finish_sending(self) -> None:
-        for works in self._sending.values():
+        for name, works in self._sending.items():
+            self.waiting = name
             for work in works:
                 work.wait()
+        self.waiting = None
         self._sending.clear()
 
     def _blame(self, error: Exception) -> PipelineError:
@@ -163,10 +177,8 @@ class Executor:
         if action is None:
             return PeerError(f"rank {self.rank}, end of the step: a message could not be sent: {text}")
         place = f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
-        if self.waiting is not None:
-            kind, stage, microbatch = self.waiting
-            what = recv_of(Op(kind), stage, microbatch)
-            return PeerError(f"{place}: waiting for {what} from rank {self.home[stage]}: {text}")
+        if waited := self.awaited():
+            return PeerError(f"{place}: waiting for {waited[0]}: {text}")
         if not action.op.is_compute:
             return PeerError(f"{place}: the connection failed: {text}")
         return StageError(f"{place}: {text}")

@@ -1,13 +1,13 @@
 """Directed channels between this rank and its peers: tensors, headers, and the control line on which ranks agree.
 
 A channel a→b carries all messages from rank a to rank b in one order, that of the program; the other direction has a
-queue of its own. On gloo one group serves: messages match by (source, destination, tag), so directions never mix, and
-a tag of its own separates headers from tensors. NCCL ignores tags, and runs what two ranks exchange in one group as
-one queue on one communicator. So there are two groups of all ranks: one for messages to higher ranks, one for those to
-lower ranks. Between two ranks each then carries one direction only, and a posted receive can hold up only later
-messages of its own channel, whose order both ends share. NCCL makes a communicator for each pair and group in use: two
-for each pair of neighbours, which is 2 x ranks for a loop and 2 x (ranks - 1) for a V. Headers and control go over a
-gloo group.
+queue of its own. On gloo one group, the pipeline's own, serves: messages match by (source, destination, tag), so
+directions never mix, and a tag of its own separates headers from tensors. NCCL ignores tags, and runs what two ranks
+exchange in one group as one queue on one communicator. So there are two groups of all ranks: one for messages to higher
+ranks, one for those to lower ranks. Between two ranks each then carries one direction only, and a posted receive can
+hold up only later messages of its own channel, whose order both ends share. NCCL makes a communicator for each pair and
+group in use: two for each pair of neighbours, which is 2 x ranks for a loop and 2 x (ranks - 1) for a V. Headers and
+control go over the gloo group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ import torch.distributed as dist
 from hocket.errors import PeerError
 from hocket.program import Op
 from hocket.runtime.payload import Layout, TensorMeta
+from hocket.runtime.watch import Wait, Watch, watch_over
+from hocket.runtime.wire import MAX_BYTES
 
 Name = tuple[Op, int, int]
 """A message: (kind, producing stage, microbatch), as in `hocket.program.message`."""
@@ -53,23 +55,54 @@ class _Incoming:
 class Transport:
     """This rank's ends of all its channels.
 
-    group: the pipeline's process group. device: where tensors live. Peers are group ranks throughout. The control line
-    works at once, the channels when `open` has made them.
+    group: the pipeline's process group. device: where tensors live. timeout: seconds that one wait may last. Peers are
+    group ranks throughout. `connect` makes the control line, `open` the channels. A failure closes them all, but leaves
+    `group` alone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self.device = group, device
+    watch: Watch
+    control: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float):
+        self.group, self.device, self.timeout = group, device, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.control = group if device.type == "cpu" else _twin(group, "gloo", "control")
-        self._up = self._down = group
+        self._name = _new_name(group)
+        self._generation = 0
+        self._edges: list[tuple[int, int]] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Begin to watch over connections still to be made; those made before must not be used any more."""
+        name = f"{self._name}/{self._generation}"
+        self._generation += 1
+        self._store: dist.Store = self.group.get_group_store()  # type: ignore[attr-defined]
+        self.watch = Watch(self._store, name, self.rank, self.size, self.timeout)
+        watch_over(self, self.watch)
+
+    def connect(self, *, again: bool = False) -> None:
+        """Wait until all ranks are here, and connect with them. All within `watch.call`."""
+        self.watch.join("reset" if again else "build_schedule")
+        self.watch.waiting = Wait("connections to all ranks")
+        store = dist.PrefixStore(f"{self._name}/{self._generation}/gloo", self._store)
+        # Not known to torch.distributed, so nobody else uses it, and it closes when nothing refers to it any more.
+        made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout + 60))
+        self.control = self._up = self._down = made
+        self.watch.group, self.watch.waiting = made, None
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._ready: dict[Name, _Incoming] = {}
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
         """Make the directed channels (source, target) of the program ready; all ranks give the same edges."""
+        self._edges = sorted(edges)
         if self.device.type != "cpu":
-            self._up, self._down = _twin(self.group, None, "up"), _twin(self.group, None, "down")
-            self._warm_up(edges)
+            self._up, self._down = _twin(self.group, "up"), _twin(self.group, "down")
+            self.watch.lanes = [self._up, self._down]
+            self._warm_up()
+
+    def renew(self) -> None:
+        """Connect anew after a failure."""
+        self.connect(again=True)
+        self.open(self._edges)
 
     def _lane(self, source: int, target: int) -> dist.ProcessGroup:
         """The group that carries the channel source→target."""
@@ -88,7 +121,7 @@ class Transport:
         first = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         raw = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
         first[: min(len(raw), _HEADER_BYTES)] = raw[:_HEADER_BYTES]
-        works = [self.control.send([first], peer, _HEADER)]
+        works: list[Work] = [self.control.send([first], peer, _HEADER)]
         if len(raw) > _HEADER_BYTES:
             works.append(self.control.send([raw[_HEADER_BYTES:].contiguous()], peer, _HEADER_TAIL))
         return works
@@ -152,6 +185,8 @@ class Transport:
         message.header_work.wait()
         raw = message.header.numpy().tobytes()
         length = int.from_bytes(raw[:8], "little")
+        if length > MAX_BYTES + 8:
+            raise PeerError(f"message {message.name} from rank {peer} announces a layout of {length} bytes")
         data = raw[8 : 8 + length]
         if length > len(data):
             rest = torch.empty(length - len(data), dtype=torch.uint8)
@@ -170,7 +205,7 @@ class Transport:
         """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control message of a step."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = torch.empty(self.size * len(numbers), dtype=torch.int64)
-        self.control._allgather_base(everyone, mine).wait()
+        self._all_gather(everyone, mine)
         return everyone.view(self.size, len(numbers)).tolist()
 
     def gather_text(self, text: str) -> list[str]:
@@ -178,7 +213,7 @@ class Transport:
         data = text.encode()[:4000].ljust(4000, b"\0")
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = torch.empty(self.size * len(data), dtype=torch.uint8)
-        self.control._allgather_base(everyone, mine).wait()
+        self._all_gather(everyone, mine)
         rows = everyone.view(self.size, len(data))
         return [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
@@ -186,13 +221,34 @@ class Transport:
         """`tensor` (on the CPU) of rank `source`, on every rank."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
+        self.watch.waiting = Wait(f"rank {source} to share a value", source)
         self.control.broadcast([tensor], options).wait()
+        self.watch.waiting = None
         return tensor
 
-    def _warm_up(self, edges: Iterable[tuple[int, int]]) -> None:
+    def exchange(self, tensor: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """`tensor`, contiguous, of each of `ranks`, in their order; this rank is one of them."""
+        self.watch.waiting = Wait(f"ranks {', '.join(map(str, ranks))} to exchange a tied weight")
+        found = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in ranks]
+        works = []
+        for peer, theirs in zip(ranks, found, strict=True):
+            if peer != self.rank:
+                works += self.send(peer, [tensor])
+                works.append(self._lane(peer, self.rank).recv([_wire(theirs)], peer, _TENSORS))
+        for work in works:
+            work.wait()
+        self.watch.waiting = None
+        return found
+
+    def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        self.watch.waiting = Wait("all ranks to come to this call")
+        self.control._allgather_base(everyone, mine).wait()
+        self.watch.waiting = None
+
+    def _warm_up(self) -> None:
         """Open every communicator before the first step, edge by edge in one order for all, with one fixed dtype."""
         token = torch.zeros(1, dtype=torch.float32, device=self.device)
-        for source, target in sorted(edges):
+        for source, target in self._edges:
             lane = self._lane(source, target)
             if source == self.rank:
                 lane.send([token], target, 0).wait()
@@ -201,11 +257,19 @@ class Transport:
         torch.accelerator.synchronize(self.device)
 
 
-def _twin(group: dist.ProcessGroup, backend: str | None, purpose: str) -> dist.ProcessGroup:
+_built: dict[str, int] = {}
+
+
+def _new_name(group: dist.ProcessGroup) -> str:
+    """What this pipeline's keys in the store begin with: pipelines of a group are counted, alike on all ranks."""
+    count = _built[group.group_name] = _built.get(group.group_name, 0) + 1
+    return f"hocket/{count}"
+
+
+def _twin(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """A second group of the same ranks, in the same order."""
     made = dist.new_group(
         dist.get_process_group_ranks(group),
-        backend=backend,
         timeout=timedelta(minutes=30),
         use_local_synchronization=True,
         group_desc=f"hocket {purpose}",

@@ -14,7 +14,7 @@ import torch
 from hocket.errors import ConfigError, HocketError
 from hocket.passes import lower
 from hocket.program import Op, Program
-from hocket.runtime.agreement import agree, signature
+from hocket.runtime.agreement import agree, agreed, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
 from hocket.runtime.microbatch import Batch, Microbatches, SplitRule, measure_batch, merge_outputs, split_step
@@ -23,6 +23,7 @@ from hocket.runtime.payload import Layout
 from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
 from hocket.runtime.stage import Stage
 from hocket.runtime.tied import TiedWeights
+from hocket.runtime.watch import Watch
 from hocket.schedules import ScheduleConfig, build, forward_only
 from hocket.verify import verify
 
@@ -62,10 +63,12 @@ class PipelineSchedule:
         transport: Transport | None,
         ties: TiedWeights,
         options: StepOptions,
+        watch: Watch,
     ):
         self.config, self.program, self.rank = config, program, rank
         self.n_microbatches = program.num_microbatches
         self._stages, self._transport, self._ties, self._options = stages, transport, ties, options
+        self._watch = watch
         self._hooks: list[Hook] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
@@ -96,7 +99,8 @@ class PipelineSchedule:
         """
         count = self.n_microbatches if n_microbatches is None else n_microbatches
         train = self.program.has_backward
-        return self._run(train, count, args, kwargs, targets, loss_scale, return_outputs)
+        with self._watch.call(f"step {self.steps}"):
+            return self._run(train, count, args, kwargs, targets, loss_scale, return_outputs)
 
     def evaluate(
         self,
@@ -112,14 +116,18 @@ class PipelineSchedule:
         many microbatches as it has items. The loss is None where there is no loss_fn, or it needs targets not given.
         """
         count = self.n_microbatches if n_microbatches is None else n_microbatches
-        return self._run(False, count, args, kwargs, targets, 1.0, return_outputs)
+        with self._watch.call("evaluate"):
+            return self._run(False, count, args, kwargs, targets, 1.0, return_outputs)
 
     def share_loss(self, result: StepResult) -> torch.Tensor:
         """The batch's loss, on every rank of the pipeline: a 0-d float64 tensor on the CPU. Call it on all of them."""
         mine = torch.full((), float("nan"), dtype=torch.float64)
         if result.loss is not None:
             mine = result.loss.detach().to("cpu", torch.float64).reshape(())
-        return mine if self._transport is None else self._transport.broadcast(mine, self.loss_rank)
+        if self._transport is None:
+            return mine
+        with self._watch.call("share_loss"):
+            return self._transport.broadcast(mine, self.loss_rank)
 
     def share_metrics(self, result: StepResult) -> dict[str, float]:
         """The batch's metrics and auxiliary losses, on every rank of the pipeline. Call it on all of them."""
@@ -128,7 +136,9 @@ class PipelineSchedule:
         if self._transport is None:
             return mine
         total: dict[str, float] = {}
-        for text in self._transport.gather_text(json.dumps(mine)):
+        with self._watch.call("share_metrics"):
+            texts = self._transport.gather_text(json.dumps(mine))
+        for text in texts:
             for name, value in json.loads(text).items():
                 total[name] = total.get(name, 0.0) + value
         return total
@@ -152,6 +162,30 @@ class PipelineSchedule:
 
         self._hooks.append(selected)
         return lambda: self._hooks.remove(selected)
+
+    def reset(self) -> None:
+        """Make a pipeline that has failed ready for steps again. Call it on all ranks, and zero the gradients.
+
+        Possible as long as all ranks live, so not after one was killed: the ranks connect anew. Raises
+        PipelineTimeoutError, on all ranks, if one does not come within `timeout`. Gradients of the failed step are in
+        part added to `.grad`; parameters have not changed.
+        """
+        for executor in self._executors.values():
+            executor.forget()
+        for stage in self._stages.values():
+            stage.forget()
+        self._ties.after_failure()
+        # What was remembered may differ: a step may have ended on some ranks before it failed on others.
+        self._layouts.clear()
+        self._sizes.clear()
+        if self._transport is None:
+            self._watch.verdict = None
+            return
+        self._transport.prepare()
+        self._watch = self._transport.watch
+        with self._watch.call("reset"):
+            self._transport.renew()
+            self.steps = min(row[0] for row in self._transport.gather([self.steps]))
 
     def describe(self) -> str:
         """The schedule, and for each stage of this rank how its backward is split, and why."""
@@ -185,10 +219,12 @@ class PipelineSchedule:
         context = StepContext(self.steps, self.seed, weights, loss_scale, aux)
         if train:
             self._ties.before_step()
+        self._watch.executor = executor
         with nullcontext() if train else torch.no_grad():
             executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train, context))
         if layouts is None and not self._options.dynamic_shapes:
             self._remember(self._layouts, key, executor.seen)
+        self._watch.executor = None
         if train:
             self._ties.after_step()
             self.steps += 1
@@ -341,15 +377,19 @@ def _refuse_differences(rows: Sequence[Sequence[int]]) -> None:
     for column, what in ((0, "kind of call (step = 1, evaluate = 0)"), (1, "number of microbatches")):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
-            raise ConfigError(
-                f"the ranks disagree on the {what}: "
-                + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
-                + "; make the same call on every rank"
+            raise agreed(
+                ConfigError(
+                    f"the ranks disagree on the {what}: "
+                    + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+                    + "; make the same call on every rank"
+                )
             )
     claims = {rank: row[2] for rank, row in enumerate(rows) if row[2] != _UNKNOWN}
     if len(set(claims.values())) > 1:
-        raise ConfigError(
-            "the ranks disagree on the batch size: "
-            + ", ".join(f"rank {rank} has {value} items" for rank, value in claims.items())
-            + "; give inputs and targets of the same batch"
+        raise agreed(
+            ConfigError(
+                "the ranks disagree on the batch size: "
+                + ", ".join(f"rank {rank} has {value} items" for rank, value in claims.items())
+                + "; give inputs and targets of the same batch"
+            )
         )
