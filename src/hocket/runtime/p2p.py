@@ -280,6 +280,8 @@ def _twin(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as backends take it: those that know few dtypes move its bytes."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()  # else its memory would go without the pending sign
     if tensor.device.type == "cpu" or tensor.dtype in _NCCL_DTYPES:
         return tensor
     return tensor.reshape(-1).view(torch.uint8)
