@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from hocket.errors import ConfigError
 from hocket.runtime.backward import BackwardSplitter
@@ -116,7 +117,7 @@ class Stage:
         layout, tensors = pack(output)
         saved = self.saved.get(microbatch)
         if saved is not None:
-            saved.outputs = [tensors[index] for index in layout.grads]
+            saved.outputs = [get_gradient_edge(tensors[index]) for index in layout.grads]
         kept = self._buffer_storages() if any(t.grad_fn is None for t in tensors) else ()
         # A buffer may change in the next forward, before the send is through or the next stage has run.
         return layout, [t.detach().clone() if kept and _storage(t) in kept else t.detach() for t in tensors]
@@ -151,6 +152,8 @@ class Stage:
         self.sync.before_backward(microbatch == self.final_microbatch)
         if saved.outputs:
             found = run(microbatch, saved.outputs, gradients or [None] * len(saved.outputs), saved.leaves)
+        else:
+            self.splitter.discard(microbatch)
         return [
             torch.zeros_like(leaf, memory_format=torch.contiguous_format) if grad is None else grad
             for leaf, grad in zip(saved.leaves, found, strict=True)
