@@ -206,7 +206,7 @@ def _random_costs(seed: int, stages: int, speedup: float | None) -> CostModel:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     config=st.sampled_from(CONFIGS),

@@ -184,9 +184,14 @@ class _Setup:
         return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(self.peaks, limits, strict=True))
 
     def bound(self, limits: Sequence[float]) -> float:
-        """What nothing at these costs and this placement beats within `limits`, which must be enough for this one."""
-        known = None if math.inf in limits else [max(both) for both in zip(limits, self.peaks, strict=True)]
-        return lower_bound(self.program.placement, self.program.num_microbatches, self.costs, known)
+        """What nothing at these costs and placement beats within `limits`, or within what this one holds if more."""
+        program, room = self.program, None
+        costs = replace(self.costs, static_bytes=0.0)
+        if math.inf not in limits:
+            static = self.costs.static_of(program.num_ranks)
+            own = peak_bytes(program, costs)  # small activations would drown in the rounding of large static bytes
+            room = [max(limit - part, held) for limit, part, held in zip(limits, static, own, strict=True)]
+        return lower_bound(program.placement, program.num_microbatches, costs, room)
 
     def run(self, limits: Sequence[float]) -> Candidate:
         program, fits = self.program, self.fits(limits)
@@ -201,7 +206,7 @@ class _Setup:
             timeline.bubble_fraction,
             max(self.peaks),
             max(timeline.peak_in_flight),
-            min(timeline.makespan, self.bound(limits if fits else self.peaks)),
+            min(timeline.makespan, self.bound(limits if fits else [0.0] * program.num_ranks)),
             fits,
         )
 

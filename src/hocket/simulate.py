@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -132,11 +132,13 @@ class Timeline:
         program = self.program
         if not program.has_backward:
             return lower_bound(program.placement, program.num_microbatches, self.costs, forward_only=True)
-        if self.costs.counts_bytes:
-            capacity: tuple[float, ...] = self.peak_bytes
+        # Without the static bytes, in whose rounding small activations would drown.
+        costs = replace(self.costs, static_bytes=0.0)
+        if costs.counts_bytes:
+            capacity = _peak_bytes(self.replay.wiring.columns, costs)
         else:
             capacity = tuple(map(float, self.peak_in_flight))
-        return min(lower_bound(program.placement, program.num_microbatches, self.costs, capacity), self.makespan)
+        return min(lower_bound(program.placement, program.num_microbatches, costs, capacity), self.makespan)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
