@@ -50,8 +50,11 @@ def keyed_rng(
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
     """Draw from `seed` within this scope, on the CPU and the current accelerator; restore both states behind it."""
-    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [torch.accelerator.current_device_index()] if kind is not None else []
     with torch.random.fork_rng(devices, device_type=kind.type if kind is not None else "cuda"):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed: where CUDA is not in use, it keeps each call and its stack for later, forever.
+        torch.default_generator.manual_seed(seed)
+        if kind is not None:
+            torch.get_device_module(kind).manual_seed(seed)
         yield
