@@ -69,8 +69,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         split = self.query_key_value(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(self.turn(query), self.turn(key), value, is_causal=True)
+        query_key, value = split.permute(2, 0, 3, 1, 4).split((2, 1))
+        query, key = self.turn(query_key)
+        attended = F.scaled_dot_product_attention(query, key, value[0], is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.relu(self.up(self.norm_2(x))).square())
 
@@ -214,26 +215,26 @@ def parse_arguments() -> argparse.Namespace:
     )
     pipeline.add_argument(
         "--ranks",
-        type=positive,
+        type=count,
         default=started or 2,
         help="pipeline ranks; without torchrun the script starts itself again with that many; 1: all in this process",
     )
-    pipeline.add_argument("--microbatches", type=positive, default=8, help="slices of the batch")
+    pipeline.add_argument("--microbatches", type=count, default=4, help="slices of the batch")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive, default=600, help="optimizer steps")
-    training.add_argument("--batch", type=positive, default=8, help="passages of text in a step")
-    training.add_argument("--context", type=positive, default=128, help="bytes in a passage")
+    training.add_argument("--steps", type=count, default=500, help="optimizer steps")
+    training.add_argument("--batch", type=count, default=8, help="passages of text in a step")
+    training.add_argument("--context", type=count, default=128, help="bytes in a passage")
     training.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     training.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=positive, default=4, help="transformer blocks, at least one for each stage")
-    model.add_argument("--width", type=positive, default=128, help="size of an activation")
-    model.add_argument("--heads", type=positive, default=4, help="attention heads; must divide the width")
+    model.add_argument("--layers", type=count, default=4, help="transformer blocks, at least one for each stage")
+    model.add_argument("--width", type=count, default=128, help="size of an activation")
+    model.add_argument("--heads", type=count, default=4, help="attention heads; must divide the width")
     output = parser.add_argument_group("output")
-    output.add_argument("--log-every", type=positive, default=50, help="steps between two lines of progress")
-    output.add_argument("--sample", type=int, default=300, help="bytes to write after each prompt in the end; 0: none")
+    output.add_argument("--log-every", type=count, default=50, help="steps between two lines of progress")
+    output.add_argument("--sample", type=int, default=200, help="bytes to write after each prompt in the end; 0: none")
     output.add_argument("--losses", type=Path, help="write the loss of each step to this JSON file, with all its bits")
-    output.add_argument("--threads", type=positive, default=1, help="of each rank; the last bits of sums depend on it")
+    output.add_argument("--threads", type=count, default=1, help="of each rank; the last bits of sums depend on it")
     args = parser.parse_args()
     if problem := check(args, started):
         parser.error(problem)
@@ -257,11 +258,12 @@ def check(args: argparse.Namespace, started: int) -> str | None:
     if not program.has_backward:
         return f"schedule {config.schedule!r} runs forward only; choose one that trains, such as 1f1b"
     args.bubble = simulate(program, CostModel()).bubble_fraction
-    args.label = f"{config.schedule} on {args.ranks} x {program.num_stages // args.ranks} stages"
+    options = [f" {k}={v}" for k, v in config.model_dump(exclude={"schedule"}, exclude_defaults=True).items()]
+    args.label = config.schedule + "".join(options)
     return None
 
 
-def positive(text: str) -> int:
+def count(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
@@ -301,7 +303,8 @@ def main() -> None:
         seed=args.seed,
         init="sequential",  # the weights do not depend on the number of ranks
     )
-    say(f"{len(text):,} bytes of Python; {args.label}, {args.microbatches} microbatches, {args.device.type}")
+    size = f"{args.ranks} ranks, {info.schedule.program.num_stages} stages, {args.microbatches} microbatches"
+    say(f"{len(text):,} bytes of Python; {args.label}, {size}, {args.device.type}")
     losses = train(info, modules, text, args, say)
     say(f"held out  loss {held_out_loss(info, held_out, args):.3f}")
     if args.losses and info.has_last_stage:
