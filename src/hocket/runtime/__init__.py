@@ -9,6 +9,7 @@ from hocket.runtime.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from hocket.runtime.finite import check_finite
 from hocket.runtime.full_state import load_full_state_dict
 from hocket.runtime.grad_norm import clip_grad_norm_
 from hocket.runtime.info import PipelineStageInfo
@@ -30,6 +31,7 @@ __all__ = [
     "TokenCount",
     "add_aux_loss",
     "build_schedule",
+    "check_finite",
     "clip_grad_norm_",
     "count_tokens",
     "keyed_rng",

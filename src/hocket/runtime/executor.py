@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree
 
 from hocket.errors import ConfigError, PeerError, PipelineError, StageError
 from hocket.program import Action, Op, Program, message, recv_of, unfold
@@ -43,20 +44,30 @@ class StepPlan:
 @dataclass
 class Record:
     """When each action of the last step ended, in seconds of `time.perf_counter`; each began where the one before it
-    ended, the first at `begun`. `waited` are the seconds in which this rank waited for messages.
+    ended, the first at `begun`.
     """
 
     begun: float = 0.0
     ends: list[float] = field(default_factory=list)
-    waited: float = 0.0
+    waits: dict[int, float] = field(default_factory=dict)
+    """Seconds that an action, by index, waited for its messages."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which this rank waited for messages."""
+        return sum(self.waits.values())
 
     def spans(self) -> list[tuple[float, float]]:
         """Start and end of each action."""
         return list(zip([self.begun, *self.ends], self.ends, strict=False))
 
 
-Hook = Callable[[str, Action, Any], None]
-"""Called as hook("before" | "after", action, values) around an action."""
+Hook = Callable[[str, Action, list[torch.Tensor]], None]
+"""Called as hook("before" | "after", action, tensors) around an action.
+
+tensors: before F what came in, after F what the stage returned (and the loss, on the last stage); before B and I the
+gradients that came in, after them those of the stage's inputs; around a send what is sent; else nothing.
+"""
 
 PairRunner = Callable[[Callable[[], None], Callable[[], None]], None]
 """Runs the forward and the backward of an overlapped pair, given as two functions without arguments."""
@@ -79,7 +90,7 @@ class Executor:
     ):
         self.program, self.rank, self.stages, self.transport = program, rank, stages, transport
         self.run_pair = run_pair
-        self.order = unfold(program.ranks[rank]) if run_pair is None else list(program.ranks[rank])
+        self.order = self.order_of(rank)
         self.last = program.num_stages - 1
         self.home = program.placement.stage_to_rank
         self.releases = releases(program, rank) if transport else {}
@@ -149,6 +160,11 @@ class Executor:
         finally:
             enter(None)
 
+    def order_of(self, rank: int) -> list[Action]:
+        """The actions of `rank` in the order in which it runs them."""
+        actions = self.program.ranks[rank]
+        return unfold(actions) if self.run_pair is None else list(actions)
+
     @property
     def busy_seconds(self) -> float:
         """Seconds that the last step spent in compute actions, without waiting."""
@@ -158,10 +174,14 @@ class Executor:
     def _run_announced(self, ended: Callable[[float], None]) -> None:
         for action, perform in self._steps:
             self.current = action
-            self._announce("before", action)
-            perform()
+            if action.op.is_compute and action.op != Op.W:
+                perform()  # announces itself, when its tensors are there
+            else:
+                sent = self._outgoing(action) if action.op.is_send else []
+                self._announce("before", action, sent)
+                perform()
+                self._announce("after", action, sent)
             ended(time.perf_counter())
-            self._announce("after", action)
 
     def _finish_sending(self) -> None:
         for name, works in self._sending.items():
@@ -191,11 +211,11 @@ class Executor:
         stage = self.stages[index]
         match op:
             case Op.F:
-                return partial(self._forward, stage, microbatch, into, out_of)
+                return partial(self._forward, action, stage, microbatch, into, out_of)
             case Op.B:
-                return partial(self._backward, stage.backward_full, stage, microbatch, back_into, back_out_of)
+                return partial(self._backward, action, stage, microbatch, back_into, back_out_of)
             case Op.I:
-                return partial(self._backward, stage.backward_input, stage, microbatch, back_into, back_out_of)
+                return partial(self._backward, action, stage, microbatch, back_into, back_out_of)
             case Op.W:
                 return partial(stage.backward_weight, microbatch)
             case Op.SEND_F:
@@ -212,19 +232,24 @@ class Executor:
 
     # --- computing
 
-    def _forward(self, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:
+    def _forward(self, action: Action, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:
         plan, index = self.plan, stage.index
         received = self._receive(into) if index > 0 else None
+        args = plan.args[microbatch] if index == 0 else ()
+        if self.hooks:
+            self._announce("before", action, _tensors_of(args) if received is None else received.tensors)
         enter(Place(plan.context, index, microbatch, True))
-        output = stage.forward(
-            microbatch, received, plan.args[microbatch] if index == 0 else (), plan.kwargs[microbatch], plan.train
-        )
+        output = stage.forward(microbatch, received, args, plan.kwargs[microbatch], plan.train)
         if index == self.last:
             root = plan.objective(microbatch, output) if plan.objective else None
             if root is not None and plan.train:
                 stage.root(microbatch, root)
+            if self.hooks:
+                self._announce("after", action, _tensors_of((output, root)))
             return
         layout, tensors = stage.leave(microbatch, output)
+        if self.hooks:
+            self._announce("after", action, tensors)
         if self.home[index + 1] == self.rank:
             self._handed[out_of] = Received(layout, tensors, True)
         else:
@@ -252,17 +277,11 @@ class Executor:
             for work in self._sending.pop(through, ()):
                 work.wait()
         self.waiting = None
-        self.record.waited += time.perf_counter() - begun
+        waits, index = self.record.waits, len(self.record.ends)
+        waits[index] = waits.get(index, 0.0) + time.perf_counter() - begun
         return result
 
-    def _backward(
-        self,
-        run: Callable[[int, Sequence[torch.Tensor] | None], list[torch.Tensor]],
-        stage: Stage,
-        microbatch: int,
-        into: Name,
-        out_of: Name,
-    ) -> None:
+    def _backward(self, action: Action, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:
         gradients, index = None, stage.index
         if index < self.last:
             source = self.home[index + 1]
@@ -270,8 +289,13 @@ class Executor:
                 gradients = self._handed.pop(into)
             else:
                 gradients = self._take(source, into, self.seen[Op.F, index, microbatch].gradients)[1]
+        if self.hooks:
+            self._announce("before", action, gradients or [])
         enter(Place(self.plan.context, index, microbatch, False))
+        run = stage.backward_full if action.op == Op.B else stage.backward_input
         found = run(microbatch, gradients)
+        if self.hooks:
+            self._announce("after", action, found)
         if index > 0:
             (self._handed if self.home[index - 1] == self.rank else self._outbox)[out_of] = found
 
@@ -308,10 +332,17 @@ class Executor:
         sent = self.seen.get(forward)
         self.transport.post(peer, name, None if sent is None else sent.gradients, header=False)
 
-    def _announce(self, when: str, action: Action) -> None:
-        if action.op.is_compute:
-            values = self._outbox.get((Op.F if action.op == Op.F else Op.B, action.stage, action.microbatch))
-        else:
-            values = self._outbox.get(message(action))
+    # --- hooks
+
+    def _announce(self, when: str, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         for hook in self.hooks:
-            hook(when, action, values)
+            hook(when, action, list(tensors))
+
+    def _outgoing(self, action: Action) -> list[torch.Tensor]:
+        """The tensors that `action` is about to send."""
+        waiting = self._outbox[message(action)]
+        return waiting[1] if action.op == Op.SEND_F else waiting
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

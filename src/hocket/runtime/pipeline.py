@@ -13,10 +13,11 @@ import torch
 
 from hocket.errors import ConfigError, HocketError
 from hocket.passes import lower
-from hocket.program import Op, Program
+from hocket.program import Action, Op, Program
 from hocket.runtime.agreement import agree, agreed, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
+from hocket.runtime.measure import StepTrace, trace_of
 from hocket.runtime.microbatch import Batch, Microbatches, SplitRule, measure_batch, merge_outputs, split_step
 from hocket.runtime.p2p import Transport
 from hocket.runtime.payload import Layout
@@ -75,6 +76,7 @@ class PipelineSchedule:
         self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
         self._first_rank = program.placement.rank_of(0)
+        self._last: Executor | None = None
         self.steps = 0
         """Training steps done; `keyed_rng` draws on it, so set it when a run is resumed."""
         self.seed = options.seed
@@ -143,16 +145,27 @@ class PipelineSchedule:
                 total[name] = total.get(name, 0.0) + value
         return total
 
+    def trace(self, *, all_ranks: bool = False) -> StepTrace:
+        """Start and end of each compute action of the last step, as measured on this rank.
+
+        `all_ranks`: those of every rank, on every rank; then call it on all of them. `.report()` says how far the step
+        is from the simulated one, `.to_chrome()` is for Perfetto and `hocket draw --measured`.
+        """
+        if self._last is None:
+            raise ConfigError("no step has run yet, so there is nothing to trace; call step first")
+        return trace_of(self._last, self._transport, all_ranks=all_ranks)
+
     def add_hook(
         self, hook: Hook, *, op: Op | None = None, stage: int | None = None, microbatch: int | None = None
     ) -> Callable[[], None]:
-        """Call `hook(when, action, values)`, when = "before" or "after", around the actions that match.
+        """Call `hook(when, action, tensors)`, when = "before" or "after", around the actions that match.
 
-        `values` are what the action has just made for others, or is about to send, if any. Returns a function that
-        removes the hook.
+        `tensors` are, before F, what came in; after F, what the stage returned, and then the loss; before B and I the
+        gradients that came in; after them those of the stage's inputs; around a send what is sent; else none. The two
+        parts of an overlapped pair are announced one by one. Returns a function that removes the hook.
         """
 
-        def selected(when: str, action: Any, values: Any) -> None:
+        def selected(when: str, action: Action, values: list[torch.Tensor]) -> None:
             if (
                 (op is None or action.op == op)
                 and (stage is None or action.stage == stage)
@@ -214,7 +227,7 @@ class PipelineSchedule:
         weights = weights_of(self._options.loss_reduction, parts.sizes, parts.count)
         collector = self._collector(train, parts, targets is not None, weights, loss_scale, return_outputs)
         aux = AuxCollector(weights)
-        executor = self._executor(train, count)
+        executor = self._last = self._executor(train, count)
         executor.hooks = self._hooks
         context = StepContext(self.steps, self.seed, weights, loss_scale, aux)
         if train:
