@@ -208,6 +208,13 @@ class Transport:
         self._all_gather(everyone, mine)
         return everyone.view(self.size, len(numbers)).tolist()
 
+    def gather_floats(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's `numbers` (float64, equally many on each), by rank."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        everyone = torch.empty(self.size * len(numbers), dtype=torch.float64)
+        self._all_gather(everyone, mine)
+        return everyone.view(self.size, len(numbers)).tolist()
+
     def gather_text(self, text: str) -> list[str]:
         """Every rank's `text`, by rank; cut after 4000 bytes."""
         data = text.encode()[:4000].ljust(4000, b"\0")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from hocket.errors import ConfigError
 from hocket.runtime.backward import BackwardSplitter
@@ -117,7 +116,7 @@ class Stage:
         layout, tensors = pack(output)
         saved = self.saved.get(microbatch)
         if saved is not None:
-            saved.outputs = [get_gradient_edge(tensors[index]) for index in layout.grads]
+            saved.outputs = [tensors[index] for index in layout.grads]
         kept = self._buffer_storages() if any(t.grad_fn is None for t in tensors) else ()
         # A buffer may change in the next forward, before the send is through or the next stage has run.
         return layout, [t.detach().clone() if kept and _storage(t) in kept else t.detach() for t in tensors]
