@@ -24,6 +24,10 @@ class GradientSync(Protocol):
         """Called before each backward; `last` for the one after which gradients are complete."""
         ...
 
+    def without_backward(self) -> None:
+        """Called when forwards end without the last backward: after an evaluation, or a step that failed."""
+        ...
+
 
 class _NoSync:
     """A stage that is not wrapped."""
@@ -32,6 +36,9 @@ class _NoSync:
         return nullcontext()
 
     def before_backward(self, last: bool) -> None:
+        pass
+
+    def without_backward(self) -> None:
         pass
 
 
@@ -50,6 +57,11 @@ class _DDP:
     def before_backward(self, last: bool) -> None:
         if last:
             self.module.reducer.prepare_for_backward([])
+            # As after a forward with synchronisation: the next one gives all replicas the buffers of the first.
+            self.module.require_forward_param_sync = True
+
+    def without_backward(self) -> None:
+        pass
 
 
 class _FSDP:
@@ -66,6 +78,12 @@ class _FSDP:
         self.module.set_is_last_backward(last)
         self.module.set_requires_gradient_sync(last)
         self.module.set_reshard_after_backward(last)
+
+    def without_backward(self) -> None:
+        # Else the gathered parameters would stay, and be used after the optimizer has changed the shards.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def gradient_sync(module: nn.Module) -> GradientSync:
