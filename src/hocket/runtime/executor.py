@@ -159,6 +159,9 @@ class Executor:
             raise self._blame(error) from error
         finally:
             enter(None)
+            if not plan.train:
+                for stage in self.stages.values():
+                    stage.sync.without_backward()
 
     def order_of(self, rank: int) -> list[Action]:
         """The actions of `rank` in the order in which it runs them."""

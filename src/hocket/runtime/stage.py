@@ -163,6 +163,7 @@ class Stage:
         for microbatch in list(self.saved):
             self.splitter.discard(microbatch)
         self.saved.clear()
+        self.sync.without_backward()
 
 
 def _storage(tensor: torch.Tensor) -> int:
