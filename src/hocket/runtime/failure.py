@@ -7,12 +7,17 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import hocket
 from hocket.errors import HocketError, PeerError, PipelineError, PipelineTimeoutError
 
 _LONGEST = 1 << 16
 _TEXT, _TRACE = 6000, 4000
+_LIBRARIES = tuple(str(Path(file).parent) for file in (hocket.__file__, torch.__file__))
 
 
 class Kind(StrEnum):
@@ -73,16 +78,20 @@ def raised(rank: int, error: BaseException, where: str) -> Failure:
 
 
 def _trace_of(error: BaseException) -> str:
-    """The end of the traceback, without the message, which follows anyway."""
+    """Where the user's code raised, without the message, which follows anyway."""
     frames = traceback.extract_tb(error.__traceback__)
-    return "".join(traceback.format_list(frames[-6:])).rstrip()
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return "\n".join(
+        f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}'
+        for frame in (own or frames)[-6:]
+    )
 
 
 def gone(peers: Sequence[int], signs: Mapping[int, str]) -> Failure:
     """The failure of ranks whose connections closed without a word."""
     who = names(peers) if peers else "a rank"
     verb = "are" if len(peers) > 1 else "is"
-    cause = "killed, out of memory, or its script ended early"
+    cause = "killed, or out of memory"
     return Failure(
         Kind.GONE,
         tuple(peers),

@@ -117,7 +117,8 @@ class Watch:
         assert self.board is not None
         waiting = self._awaited()
         if self.verdict is None:
-            self.verdict = self.board.find_failure(1.0)
+            # Who fails tells the board before it lets go of a connection; so it is there by now, or never.
+            self.verdict = self.board.find_failure(0)
         if self.verdict is None:
             self.verdict = self.board.publish(self._gone(waiting, error))
         return self.verdict.error("" if waiting is None else str(waiting))
@@ -246,9 +247,24 @@ class Watch:
             return
         with contextlib.suppress(OSError):
             came = os.read(self._reader, 64)
+            if signal.SIGTERM in came and self._call:
+                self._terminated()
             # A handler of the user's own may want the step to end in peace.
             if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler and self._call:
                 self.wake()
+
+    def _terminated(self) -> None:
+        """A launcher ends this process because another has failed, maybe before the main thread could say so."""
+        assert self.board is not None
+        failure = self.verdict or self.board.find_failure(2.5)
+        if failure is not None and failure.kind is not Kind.INTERRUPTED:
+            awaited = self._awaited()
+            os.write(
+                2,
+                f"hocket: rank {self.rank} is stopped by SIGTERM. {failure.error(awaited.what if awaited else '')}\n".encode(),
+            )
+        self.board.missing("heard", [], 0.5, always=True)
+        os._exit(128 + signal.SIGTERM)
 
     def _give_up(self, waiting: Wait) -> None:
         """The main thread has waited too long: find out for whom, and tell all."""
@@ -299,11 +315,12 @@ class Watch:
 class _Call:
     """The scope of one call that takes all ranks."""
 
-    __slots__ = ("previous_fd", "watch", "what")
+    __slots__ = ("handles_term", "previous_fd", "watch", "what")
 
     def __init__(self, watch: Watch, what: str):
         self.watch, self.what = watch, what
         self.previous_fd: int | None = None
+        self.handles_term = False
 
     def __enter__(self) -> None:
         watch = self.watch
@@ -314,6 +331,9 @@ class _Call:
             if self.previous_fd != -1:  # somebody else's, such as asyncio's
                 signal.set_wakeup_fd(self.previous_fd)
                 self.previous_fd = None
+            elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                self.handles_term = True
+                signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
         known = watch.verdict or (watch.board and watch.board.failure)
         if known:
             first = watch.verdict is None
@@ -345,10 +365,16 @@ class _Call:
 
     def _leave(self) -> None:
         watch = self.watch
+        if self.handles_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.previous_fd is not None:
             signal.set_wakeup_fd(self.previous_fd)
         watch._last_call, watch._call = self.what, None
         watch.waiting = watch.executor = None
+
+
+def _leave_it_to_the_thread(number: int, frame: object) -> None:
+    """For SIGTERM: the watching thread reads of it too, and ends the process."""
 
 
 def watch_over(owner: object, watch: Watch) -> None:
