@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -39,6 +40,17 @@ def test_bars_have_their_colours(timeline):
         assert pixel(event.start + 0.1 * (event.end - event.start), event.rank + 0.2) == color
     assert pixel(drawn.makespan - 0.5, 1) == BUBBLE
     assert [line.get_ydata().max() for line in memory.lines] == list(drawn.peak_in_flight)
+
+
+def test_a_pair_that_runs_jointly_shares_the_height(timeline):
+    drawn = timeline("dual_pipe_v", 2, 4, overlap_speedup=1.5)
+    figure = draw_figure(drawn, memory=False)
+    pixel = pixels(figure, figure.axes[0])
+    forward, backward = next((a, b) for a, b in pairwise(drawn.events) if a[:3] == b[:3])
+    local = {0: 0, 3: 1, 1: 0, 2: 1}
+    for event, offset in ((forward, -0.3), (backward, 0.3)):
+        color = hexadecimal(shade(event.action.op, local[event.action.stage], 2))
+        assert pixel(event.start + 0.2, event.rank + offset) == color
 
 
 def test_numbers_only_where_they_fit(timeline):

@@ -51,6 +51,12 @@ def test_times_begin_at_zero_and_pairs_come_apart():
     assert panel.rows[0][0].start == 0 and panel.makespan == 3 and panel.bubble_fraction == 0
 
 
+def test_bars_that_overlap_count_once():
+    bars = [(0, 8, "0F0"), (1, 2, "0F1"), (6, 10, "0F2"), (15, 20, "0F3")]
+    (panel,) = panels_of([Event(0, start, end, Action.parse(name)) for start, end, name in bars])
+    assert panel.bubble_fraction == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize(
     "source,message",
     [

@@ -95,6 +95,22 @@ def test_bare_events_of_a_run():
     assert "makespan 2.5 · bubble 60.0 %" in draw_text(events, width=32)
 
 
+def test_bars_that_overlap_leave_a_row_as_long_as_the_others():
+    bars = [(0, 6, "0F0"), (2, 4, "0F1"), (4, 9, "0F2"), (9, 12, "0F3")]
+    (row,) = rows(draw_text([Event(0, start, end, Action.parse(name)) for start, end, name in bars], width=46))
+    assert row == "0F0─────────────── 0F2────── 0F3───── "
+
+
+def test_a_texture_has_each_op_as_often_as_its_share(timeline):
+    drawn = timeline("1f1b", 8, 128)
+    for row, idle in zip(rows(draw_text(drawn, width=80)), drawn.idle, strict=True):
+        per_time = len(row) / drawn.makespan
+        assert set(row) == set("FB·")
+        assert row.count("F") == pytest.approx(128 * per_time, abs=1.5)
+        assert row.count("B") == pytest.approx(256 * per_time, abs=1.5)
+        assert row.count("·") == pytest.approx(idle * per_time, abs=1.5)
+
+
 @pytest.mark.parametrize(
     "change,message",
     [

@@ -113,11 +113,11 @@ class Panel:
                     changes.append((end, -whole[stage]))
             else:
                 changes.append((end, {Op.B: -whole[stage], Op.I: rest[stage] - whole[stage], Op.W: -rest[stage]}[op]))
-        # What ends at a time is let go before what starts then.
         changes.sort()
         steps, held = [(0.0, base)], base
         for time, change in changes:
             held += change
+            # What ends at a time is let go before what starts then takes its place.
             if steps[-1][0] == time:
                 steps.pop()
             steps.append((time, held))
