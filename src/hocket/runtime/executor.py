@@ -153,8 +153,10 @@ class Executor:
                     ended(clock())
             self.current = None
             self._finish_sending()
-        except (PipelineError, ConfigError):
+        except PipelineError:
             raise
+        except ConfigError as error:
+            raise type(error)(f"{self._place()}: {error}") from error
         except Exception as error:
             raise self._blame(error) from error
         finally:
@@ -194,12 +196,18 @@ class Executor:
         self.waiting = None
         self._sending.clear()
 
+    def _place(self) -> str:
+        action = self.current
+        if action is None:
+            return f"rank {self.rank}, end of the step"
+        return f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+
     def _blame(self, error: Exception) -> PipelineError:
         """The error that names where this rank was."""
         action, text = self.current, f"{type(error).__name__}: {error}"
         if action is None:
             return PeerError(f"rank {self.rank}, end of the step: a message could not be sent: {text}")
-        place = f"rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}"
+        place = self._place()
         if waited := self.awaited():
             return PeerError(f"{place}: waiting for {waited[0]}: {text}")
         if not action.op.is_compute:

@@ -74,6 +74,7 @@ class PipelineSchedule:
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
         self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._targets_needed: bool | None = None
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
         self._first_rank = program.placement.rank_of(0)
         self._last: Executor | None = None
@@ -347,13 +348,14 @@ class PipelineSchedule:
         if self.rank != self.loss_rank:
             return None
         loss_fn = self._options.loss_fn
-        if not train and not has_targets and loss_fn is not None and self._targets_needed:
+        if train:
+            self._targets_needed = has_targets
+        elif not has_targets and self._targets_needed:
             loss_fn = None
-        if train and has_targets:
-            self._targets_needed = True
-        return LossCollector(loss_fn, parts.targets if has_targets else None, weights, loss_scale, keep)
-
-    _targets_needed = False
+        # Before the first step nobody knows whether loss_fn makes do with the microbatch's index: then it is tried.
+        optional = not train and not has_targets and self._targets_needed is None
+        targets = parts.targets if has_targets else None
+        return LossCollector(loss_fn, targets, weights, loss_scale, keep, optional)
 
     def _executor(self, train: bool, count: int) -> Executor:
         found = self._executors.get((train, count))

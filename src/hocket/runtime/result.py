@@ -40,7 +40,8 @@ class StepResult:
 class LossCollector:
     """Turns the last stage's output of each microbatch into the tensor that backward starts from.
 
-    weights: what each microbatch's loss counts in the batch's; `scale` multiplies before backward only.
+    weights: what each microbatch's loss counts in the batch's; `scale` multiplies before backward only. With `optional`
+    there is no loss if loss_fn raises.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class LossCollector:
         weights: Sequence[float],
         scale: float | torch.Tensor,
         keep_outputs: bool,
+        optional: bool = False,
     ):
         self.loss_fn, self.targets, self.weights, self.scale = loss_fn, targets, weights, scale
+        self.optional = optional
         self.losses: list[torch.Tensor | None] = [None] * len(weights)
         self.metrics: list[Mapping[str, Any]] = [{}] * len(weights)
         self.outputs: list[Any] | None = [None] * len(weights) if keep_outputs else None
@@ -61,7 +64,13 @@ class LossCollector:
             self.outputs[microbatch] = _detached(output)
         if self.loss_fn is None:
             return None
-        loss = self.loss_fn(output, microbatch if self.targets is None else self.targets[microbatch])
+        try:
+            loss = self.loss_fn(output, microbatch if self.targets is None else self.targets[microbatch])
+        except Exception:
+            if not self.optional:
+                raise
+            self.loss_fn = None
+            return None
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, metrics = loss
             self.metrics[microbatch] = {name: _detached(value) for name, value in metrics.items()}
@@ -74,9 +83,14 @@ class LossCollector:
         if self.loss_fn is not None:
             result.losses = [loss for loss in self.losses if loss is not None]
             result.loss = _weighted(result.losses, self.weights)
-            result.metrics = {
-                name: _weighted([metrics[name] for metrics in self.metrics], self.weights) for name in self.metrics[0]
-            }
+            names = self.metrics[0].keys()
+            for microbatch, metrics in enumerate(self.metrics):
+                if metrics.keys() != names:
+                    raise ConfigError(
+                        f"loss_fn returned the metrics {sorted(names)} for microbatch 0, but {sorted(metrics)} for "
+                        f"microbatch {microbatch}; return the same names for all"
+                    )
+            result.metrics = {n: _weighted([metrics[n] for metrics in self.metrics], self.weights) for n in names}
 
 
 class AuxCollector:
