@@ -92,7 +92,7 @@ def check_verify(path: Path, capsys) -> None:
     assert (code == 0 and out.startswith("legal: ")) or (code == 1 and err.startswith("hocket: ") and not out)
 
 
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 WORDS = [
     *["0F0", "0B0", "1F0", "1B0", "0F999999999", "999999999F0", "0SEND_F0", "1RECV_F0", "-1F0"],
     *["(0F0;0B0)OVERLAP_F_B", "(0B0;0F0)OVERLAP_F_B"],
