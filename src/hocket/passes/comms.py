@@ -43,7 +43,7 @@ def add_communication(program: Program) -> Program:
 def communicating_rank(program: Program, rank: int) -> tuple[Action, ...]:
     """The list of one rank in `add_communication(program)`, without making those of the others."""
     with collector_paused():
-        return _weave(_plan(program), rank)
+        return _weave(_plan(program, rank), rank)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class _Ends:
         return self.place[part], actions
 
 
-def _plan(program: Program) -> _Plan:
+def _plan(program: Program, only: int | None = None) -> _Plan:
+    """Where all messages stand; or only the RECVs of one rank, with all SENDs."""
     import numpy as np
 
     if program.is_lowered:
@@ -93,16 +94,16 @@ def _plan(program: Program) -> _Plan:
     wiring, columns = result.wiring, result.wiring.columns
     first = np.cumsum([0, *map(len, program.ranks)])
     place = first[columns.rank] + columns.step
-    # The consumer of each value that crosses ranks, in the order in which the values are made.
+    # Every action is an entry here. The consumer of each value that crosses ranks, in the order in which they are made:
     crossing = np.flatnonzero(wiring.far >= 0)
     consumer = np.full(len(place), -1)
     consumer[wiring.maker[wiring.far[crossing]]] = crossing
     producer = np.flatnonzero(consumer >= 0)
     consumer = consumer[producer]
     slot = wiring.far[consumer]
-
-    order = np.argsort(columns.channel_of(slot), kind="stable")
-    before = _post(result, first, place, producer[order], consumer[order])
+    arriving = np.arange(len(slot)) if only is None else np.flatnonzero(columns.rank[consumer] == only)
+    arriving = arriving[np.argsort(columns.channel_of(slot[arriving]), kind="stable")]
+    before = _post(result, first, place, producer[arriving], consumer[arriving])
     stably = np.argsort(before, kind="stable")
     values = [columns.name(v * program.num_microbatches) for v in range(2 * program.num_stages)]
     sends, recvs = [send_of(*value) for value in values], [recv_of(*value) for value in values]
@@ -110,7 +111,7 @@ def _plan(program: Program) -> _Plan:
         program,
         first,
         _Ends([a.op for a in sends], [a.stage for a in sends], place[producer] + 1, slot),
-        _Ends([a.op for a in recvs], [a.stage for a in recvs], before[stably], slot[order][stably]),
+        _Ends([a.op for a in recvs], [a.stage for a in recvs], before[stably], slot[arriving][stably]),
     )
 
 
