@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +55,7 @@ class LossCollector:
     ):
         self.loss_fn, self.targets, self.weights, self.scale = loss_fn, targets, weights, scale
         self.optional = optional
+        self._names: Collection[str] | None = None
         self.losses: list[torch.Tensor | None] = [None] * len(weights)
         self.metrics: list[Mapping[str, Any]] = [{}] * len(weights)
         self.outputs: list[Any] | None = [None] * len(weights) if keep_outputs else None
@@ -71,26 +72,32 @@ class LossCollector:
                 raise
             self.loss_fn = None
             return None
+        metrics: Mapping[str, Any] = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, metrics = loss
-            self.metrics[microbatch] = {name: _detached(value) for name, value in metrics.items()}
+        self._note(microbatch, metrics)
         _check_scalar(loss)
         self.losses[microbatch] = loss.detach()
         return loss * (self.weights[microbatch] * self.scale)
+
+    def _note(self, microbatch: int, metrics: Mapping[str, Any]) -> None:
+        if self._names is None:
+            self._names = metrics.keys()
+        if metrics.keys() != self._names:
+            raise ConfigError(
+                f"loss_fn returned the metrics {sorted(metrics)}, but {sorted(self._names)} for a microbatch before; "
+                "return the same names for all"
+            )
+        self.metrics[microbatch] = {name: _detached(value) for name, value in metrics.items()}
 
     def finish(self, result: StepResult) -> None:
         """Write the batch's loss and metrics into `result`."""
         if self.loss_fn is not None:
             result.losses = [loss for loss in self.losses if loss is not None]
             result.loss = _weighted(result.losses, self.weights)
-            names = self.metrics[0].keys()
-            for microbatch, metrics in enumerate(self.metrics):
-                if metrics.keys() != names:
-                    raise ConfigError(
-                        f"loss_fn returned the metrics {sorted(names)} for microbatch 0, but {sorted(metrics)} for "
-                        f"microbatch {microbatch}; return the same names for all"
-                    )
-            result.metrics = {n: _weighted([metrics[n] for metrics in self.metrics], self.weights) for n in names}
+            result.metrics = {
+                name: _weighted([metrics[name] for metrics in self.metrics], self.weights) for name in self.metrics[0]
+            }
 
 
 class AuxCollector:
