@@ -13,6 +13,7 @@ from hocket.runtime.finite import check_finite
 from hocket.runtime.full_state import load_full_state_dict
 from hocket.runtime.grad_norm import clip_grad_norm_
 from hocket.runtime.info import PipelineStageInfo
+from hocket.runtime.join import init_process_group
 from hocket.runtime.param_groups import parameter_groups
 from hocket.runtime.pipeline import PipelineInfo, PipelineSchedule
 from hocket.runtime.result import StepResult
@@ -34,6 +35,7 @@ __all__ = [
     "check_finite",
     "clip_grad_norm_",
     "count_tokens",
+    "init_process_group",
     "keyed_rng",
     "latest_checkpoint",
     "load_checkpoint",

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from hocket.errors import ConfigError, PeerError, PipelineError, StageError
 from hocket.program import Action, Op, Program, message, recv_of, unfold
 from hocket.runtime.context import Place, StepContext, enter
+from hocket.runtime.failure import is_connection_error
 from hocket.runtime.p2p import Transport, Work
 from hocket.runtime.payload import Layout, TensorMeta
 from hocket.runtime.release import releases
@@ -210,7 +211,7 @@ class Executor:
         place = self._place()
         if waited := self.awaited():
             return PeerError(f"{place}: waiting for {waited[0]}: {text}")
-        if not action.op.is_compute:
+        if not action.op.is_compute and is_connection_error(error):
             return PeerError(f"{place}: the connection failed: {text}")
         return StageError(f"{place}: {text}")
 

@@ -116,7 +116,7 @@ def _table(signs: Mapping[int, str]) -> list[str]:
         return []
     shown = [f"  rank {rank}: {words}" for rank, words in sorted(signs.items())]
     more = [f"  and {len(shown) - 32} more"] if len(shown) > 32 else []
-    return ["what each rank was doing, as last heard:", *shown[:32], *more]
+    return ["what each rank was doing, as last heard (they tell twice a second):", *shown[:32], *more]
 
 
 def is_connection_error(error: Any) -> bool:

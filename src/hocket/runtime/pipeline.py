@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from hocket.program import Action, Op, Program
 from hocket.runtime.agreement import agree, agreed, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
+from hocket.runtime.feed import in_step
 from hocket.runtime.measure import StepTrace, trace_of
 from hocket.runtime.microbatch import Batch, Microbatches, SplitRule, measure_batch, merge_outputs, split_step
 from hocket.runtime.p2p import Transport
@@ -176,6 +177,13 @@ class PipelineSchedule:
 
         self._hooks.append(selected)
         return lambda: self._hooks.remove(selected)
+
+    def batches(self, data: Iterable[Any] | None) -> Iterator[Any]:
+        """The items of `data` for as long as every rank that has data has one more, so that all ranks stop at once.
+
+        Call it on all ranks; a rank without data passes None and gets None. An error in `data` stops all ranks.
+        """
+        return in_step(data, self._transport, self._watch)
 
     def reset(self) -> None:
         """Make a pipeline that has failed ready for steps again. Call it on all ranks, and zero the gradients.

@@ -105,7 +105,7 @@ class Watch:
         if missing and self.board.failure is None:
             what = f"has not called {call} (not started, or still busy before it)"
             reason = {} if self.board.down else dict.fromkeys(missing, what)
-            self.board.publish(silent(self.timeout, reason, dict.fromkeys(missing, what)))
+            self.board.publish(silent(self.timeout, reason, {}))
             if self.board.down:
                 raise PeerError(self.board.down)
         if self.board.failure is not None:
@@ -259,10 +259,8 @@ class Watch:
         failure = self.verdict or self.board.find_failure(2.5)
         if failure is not None and failure.kind is not Kind.INTERRUPTED:
             awaited = self._awaited()
-            os.write(
-                2,
-                f"hocket: rank {self.rank} is stopped by SIGTERM. {failure.error(awaited.what if awaited else '')}\n".encode(),
-            )
+            error = failure.error(awaited.what if awaited else "")
+            os.write(2, f"hocket: rank {self.rank} is stopped by SIGTERM. {error}\n".encode())
         self.board.missing("heard", [], 0.5, always=True)
         os._exit(128 + signal.SIGTERM)
 
@@ -296,7 +294,11 @@ class Watch:
             }
         busy = {rank: now[rank] for rank in others if now[rank].state != "waiting"}
         longest = max((sign.seconds for sign in busy.values()), default=0.0)
-        return {rank: f"is alive but {sign.words}" for rank, sign in busy.items() if sign.seconds >= longest / 2}
+        return {
+            rank: f"is {'still in ' if sign.state == 'computing' else ''}{sign.words}"
+            for rank, sign in busy.items()
+            if sign.seconds >= longest / 2
+        }
 
     def _last_words(self, failure: Failure) -> None:
         """End a process whose main thread does not come back."""
