@@ -200,6 +200,8 @@ def divided(case: Case, call: Call) -> list[tuple[tuple[Any, ...], dict[str, Any
         items = split_microbatch_ranges(batch, min(count, batch) if call.evaluate else count)
 
     def part(value: Any, index: int, rule: Any = 0) -> Any:
+        if callable(rule):
+            return rule(value, len(items))[index]
         if type(value) is list:
             return value[index]
 
