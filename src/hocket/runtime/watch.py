@@ -25,15 +25,15 @@ import time
 import traceback
 import weakref
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hocket.errors import HocketError, PeerError, PipelineError
+from hocket.errors import PeerError, PipelineError
 from hocket.runtime.board import BEAT, Board, Sign
-from hocket.runtime.failure import Failure, Kind, gone, is_connection_error, names, raised, silent
+from hocket.runtime.call import Call
+from hocket.runtime.failure import Failure, Kind, gone, names, raised, silent
 
 if TYPE_CHECKING:
     from hocket.runtime.executor import Executor
@@ -77,16 +77,16 @@ class Watch:
         self.lanes: list[Any] = []
         self.board: Board | None = None
         self.held = 0.0
-        self._call: str | None = None
-        self._last_call = ""
-        self._entries = 0
-        self._main = threading.get_ident()
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        self.now: str | None = None
+        self.before = ""
+        self.entries = 0
+        self.thread = threading.get_ident()
+        """The one that makes the calls."""
         self._closed = self._woken = False
         if store is None:
             return
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        self._reader, self.signals = os.pipe()
+        os.set_blocking(self.signals, False)
         os.set_blocking(self._reader, False)
         self.board = Board(store, name, rank, size, self._sign)
         self._thread = threading.Thread(target=self._watch, daemon=True, name=f"hocket watch {rank}")
@@ -94,9 +94,9 @@ class Watch:
 
     # --- the main thread
 
-    def call(self, what: str) -> _Call:
+    def call(self, what: str) -> Call:
         """A context for whatever takes all ranks: failures in it stop them all, and a failed pipeline refuses it."""
-        return _Call(self, what)
+        return Call(self, what)
 
     def join(self, call: str) -> None:
         """Wait for all ranks to come to `call`; raises PipelineTimeoutError naming those that do not."""
@@ -135,7 +135,7 @@ class Watch:
         else:
             peers = [peer]
         table = {rank: sign.words for rank, sign in signs.items()}
-        table[self.rank] = self._doing()[1]
+        table[self.rank] = self.doing()[1]
         left = [rank for rank in peers if rank in signs and signs[rank].state == "left"]
         failure = (
             gone(peers, table)
@@ -154,7 +154,7 @@ class Watch:
         if self.verdict is None and self.board is not None:
             self.verdict = self.board.failure
         if self.verdict is None:
-            failure = raised(self.rank, error, self._doing()[1])
+            failure = raised(self.rank, error, self.doing()[1])
             self.verdict = failure if self.board is None else self.board.publish(failure)
         if self.board is None:
             return
@@ -184,23 +184,23 @@ class Watch:
         self._closed = True
         self.board.close()
         with contextlib.suppress(OSError):
-            os.write(self._writer, b"\0")
+            os.write(self.signals, b"\0")
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
-        os.close(self._writer)
+        os.close(self.signals)
         if not self._thread.is_alive():
             os.close(self._reader)
 
     # --- what this rank is doing, as others are told
 
-    def _doing(self) -> tuple[str, str]:
+    def doing(self) -> tuple[str, str]:
         """In a word, and in words."""
         if self._closed:
-            return "left", f"has left{self._last_call and ', after ' + self._last_call}{_last_exception()}"
-        call, waiting = self._call, self._awaited()
+            return "left", f"has left{self.before and ', after ' + self.before}{_last_exception()}"
+        call, waiting = self.now, self._awaited()
         action = self.executor.current if self.executor is not None else None
         if call is None:
-            return "outside", f"outside of hocket, after {self._last_call or 'build_schedule'}"
+            return "outside", f"outside of hocket, after {self.before or 'build_schedule'}"
         place = call if action is None else f"{call}, stage {action.stage}, microbatch {action.microbatch}, {action}"
         if waiting is not None:
             return "waiting", f"{place}, waiting for {waiting}"
@@ -213,7 +213,7 @@ class Watch:
         return Wait(*found) if found else self.waiting
 
     def _sign(self, beat: int) -> Sign:
-        state, words = self._doing()
+        state, words = self.doing()
         return Sign(beat, state, self.held, f"{words}, for {self.held:.0f} s" if self.held >= 2 else words)
 
     # --- the thread
@@ -228,14 +228,14 @@ class Watch:
             # A process that was stopped itself, or slept with its machine, has not waited that long.
             passed, last = min(now - last, 2 * TICK), now
             executor = self.executor
-            token = (self._entries, self.waiting, *((executor.current, executor.waiting) if executor else ()))
+            token = (self.entries, self.waiting, *((executor.current, executor.waiting) if executor else ()))
             same = len(before) == len(token) and all(a is b for a, b in zip(token[1:], before[1:], strict=True))
             self.held = self.held + passed if same and token[0] == before[0] else 0.0
             before = token
             assert self.board is not None
-            if self.board.failure is None and self._call and self.held > self.timeout and (waiting := self._awaited()):
+            if self.board.failure is None and self.now and self.held > self.timeout and (waiting := self._awaited()):
                 self._give_up(waiting)
-            if self.board.failure is not None and self._call is not None:
+            if self.board.failure is not None and self.now is not None:
                 self.wake()
                 known_for += passed
                 if known_for > GRACE and self.verdict is None:
@@ -247,10 +247,10 @@ class Watch:
             return
         with contextlib.suppress(OSError):
             came = os.read(self._reader, 64)
-            if signal.SIGTERM in came and self._call:
+            if signal.SIGTERM in came and self.now:
                 self._terminated()
             # A handler of the user's own may want the step to end in peace.
-            if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler and self._call:
+            if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler and self.now:
                 self.wake()
 
     def _terminated(self) -> None:
@@ -274,7 +274,7 @@ class Watch:
             return
         blamed = self._blame(waiting, before, now)
         table = {rank: sign.words for rank, sign in now.items()}
-        table[self.rank] = f"{self._doing()[1]}, for {self.held:.0f} s"
+        table[self.rank] = f"{self.doing()[1]}, for {self.held:.0f} s"
         self.board.publish(silent(self.timeout, blamed, table))
 
     def _blame(self, waiting: Wait, before: dict[int, Sign], now: dict[int, Sign]) -> dict[int, str]:
@@ -304,7 +304,7 @@ class Watch:
         """End a process whose main thread does not come back."""
         assert self.board is not None
         self.board.missing("heard", [], 0.5, always=True)
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self.thread)
         where = "".join(traceback.format_stack(frame)) if frame else ""
         text = (
             f"hocket: rank {self.rank} ends, because another has failed and its main thread has not come back for "
@@ -312,71 +312,6 @@ class Watch:
         )
         os.write(2, text.encode())
         os._exit(1)
-
-
-class _Call:
-    """The scope of one call that takes all ranks."""
-
-    __slots__ = ("handles_term", "previous_fd", "watch", "what")
-
-    def __init__(self, watch: Watch, what: str):
-        self.watch, self.what = watch, what
-        self.previous_fd: int | None = None
-        self.handles_term = False
-
-    def __enter__(self) -> None:
-        watch = self.watch
-        watch._entries += 1
-        watch._call = self.what
-        if watch.board is not None and watch._in_main_thread:
-            self.previous_fd = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)
-            if self.previous_fd != -1:  # somebody else's, such as asyncio's
-                signal.set_wakeup_fd(self.previous_fd)
-                self.previous_fd = None
-            elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                self.handles_term = True
-                signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
-        known = watch.verdict or (watch.board and watch.board.failure)
-        if known:
-            first = watch.verdict is None
-            watch.verdict = known
-            error = known.error()
-            if first:
-                watch.settle(error)
-            self._leave()
-            raise type(error)(f"the pipeline has failed, and takes no {self.what}; see `reset`. {error}")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        watch = self.watch
-        try:
-            if error is None or (isinstance(error, HocketError) and error.agreed):
-                return
-            cause = error.__cause__ if isinstance(error, PeerError) else error
-            if watch.board is not None and cause is not None and is_connection_error(cause):
-                error = watch.lost(cause)
-                raise error from None
-            if isinstance(error, KeyboardInterrupt):
-                error.__cause__, error.__suppress_context__ = None, True
-                _shorten_interrupt(f"hocket: rank {watch.rank}: interrupted in {watch._doing()[1]}")
-        finally:
-            if error is not None and not (isinstance(error, HocketError) and error.agreed):
-                watch.settle(error)
-            self._leave()
-
-    def _leave(self) -> None:
-        watch = self.watch
-        if self.handles_term:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self.previous_fd is not None:
-            signal.set_wakeup_fd(self.previous_fd)
-        watch._last_call, watch._call = self.what, None
-        watch.waiting = watch.executor = None
-
-
-def _leave_it_to_the_thread(number: int, frame: object) -> None:
-    """For SIGTERM: the watching thread reads of it too, and ends the process."""
 
 
 def watch_over(owner: object, watch: Watch) -> None:
@@ -398,20 +333,6 @@ def _last_exception() -> str:
     """What ended the script, if an exception did."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else f", by {type(error).__name__}: {str(error)[:200]}"
-
-
-def _shorten_interrupt(line: str) -> None:
-    """Have Ctrl-C print one line on each rank; unless the user shows exceptions in a way of their own."""
-    if sys.excepthook is not sys.__excepthook__:
-        return
-
-    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            os.write(2, f"{line}\n".encode())
-        else:
-            sys.__excepthook__(kind, value, trace)
-
-    sys.excepthook = show
 
 
 __all__ = ["Wait", "Watch", "names", "watch_over"]
