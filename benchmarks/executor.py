@@ -8,15 +8,15 @@ The modules multiply by one parameter, so what is measured is the executor, auto
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 import torch
-from bare import BareLoop
+from bare import Autograd, BareLoop
 from harness import alternate, machine, median, run_distributed, table, torch_schedule
 from torch import nn
 
-from hocket import build, lower, parse_schedule
-from hocket.runtime import PipelineStageInfo, build_schedule
+from hocket.runtime import build_schedule
 
 SHAPE = (4, 16)
 CONFIGS = [
@@ -43,13 +43,13 @@ def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def measure(rank: int, config: dict[str, Any], count: int, rounds: int) -> dict[str, float]:
+def measure(rank: int, config: dict[str, Any], count: int, rounds: int, cpu: bool) -> dict[str, float]:
     torch.set_num_threads(1)
     info, modules = build_schedule(None, count, config, lambda info: Scale(), mse)
     program = info.schedule.program
     mine = dict(zip(program.placement.stages_of(rank), modules, strict=True))
     x, y = torch.randn(count * SHAPE[0], SHAPE[1]), torch.randn(count * SHAPE[0], SHAPE[1])
-    bare = BareLoop(program, rank, mine, SHAPE, mse)
+    bare = BareLoop(program, rank, Autograd(mine, program.num_stages - 1, mse, count), SHAPE)
     pieces, targets = x.chunk(count), y.chunk(count)
     candidates = {
         "bare": lambda: bare.step(pieces, targets),
@@ -60,19 +60,24 @@ def measure(rank: int, config: dict[str, Any], count: int, rounds: int) -> dict[
         first, last = info.has_first_stage, info.has_last_stage
         candidates["torch"] = lambda: theirs.step(*([x] if first else []), target=y if last else None)
     actions = sum(len(a.computes) for a in program.ranks[rank])
-    return {name: median(s) / actions * 1e6 for name, s in alternate(candidates, rounds).items()}
+    return {
+        name: median(s) / actions * 1e6
+        for name, s in alternate(candidates, rounds, clock=time.process_time if cpu else time.perf_counter).items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and fewer ranks")
-    quick = parser.parse_args().quick
+    parser.add_argument("--cpu", action="store_true", help="CPU time of rank 0 instead of wall time: for busy machines")
+    args = parser.parse_args()
+    quick = args.quick
     print(machine())
     rows = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         for config in CONFIGS:
             count = 2 * ranks * 4
-            found = run_distributed(measure, ranks, config, count, 5 if quick else 25, timeout=300)[0]
+            found = run_distributed(measure, ranks, config, count, 5 if quick else 25, args.cpu, timeout=300)[0]
             bare, ours, theirs = found["bare"], found["hocket"], found.get("torch")
             rows.append(
                 [

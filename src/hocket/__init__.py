@@ -10,23 +10,23 @@ from hocket.errors import ConfigError, HocketError, ProgramError, ScheduleError
 from hocket.partition import partition_layers, split_microbatch_ranges
 from hocket.passes import lower
 from hocket.program import Action, Op, Placement, Program
-from hocket.schedules import (
-    DualPipeVConfig,
-    GPipeConfig,
-    InferenceConfig,
-    Interleaved1F1BConfig,
-    LoopedBFSConfig,
-    ZeroBubbleVConfig,
-    build,
-    parse_schedule,
-    register_schedule,
-)
 from hocket.simulate import Timeline, simulate
 from hocket.verify import verify
 from hocket.version import VERSION
 
 if TYPE_CHECKING:
     from hocket.runtime import PipelineStageInfo, build_schedule
+    from hocket.schedules import (
+        DualPipeVConfig,
+        GPipeConfig,
+        InferenceConfig,
+        Interleaved1F1BConfig,
+        LoopedBFSConfig,
+        ZeroBubbleVConfig,
+        build,
+        parse_schedule,
+        register_schedule,
+    )
 
 __version__ = VERSION
 
@@ -59,7 +59,24 @@ __all__ = [
     "verify",
 ]
 
-_LAZY = {"build_schedule": "hocket.runtime", "PipelineStageInfo": "hocket.runtime"}
+# Loaded when first used: the runtime brings torch, the schedules bring pydantic, and a reader of programs needs neither.
+_LAZY = {
+    **dict.fromkeys(("build_schedule", "PipelineStageInfo"), "hocket.runtime"),
+    **dict.fromkeys(
+        (
+            "DualPipeVConfig",
+            "GPipeConfig",
+            "InferenceConfig",
+            "Interleaved1F1BConfig",
+            "LoopedBFSConfig",
+            "ZeroBubbleVConfig",
+            "build",
+            "parse_schedule",
+            "register_schedule",
+        ),
+        "hocket.schedules",
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,9 @@ class StepPlan:
     context: StepContext
 
 
+_IDLE = StepPlan((), (), None, None, False, StepContext(0, 0, [], 1.0, lambda *_: None))
+
+
 @dataclass
 class Record:
     """When each action of the last step ended, in seconds of `time.perf_counter`; each began where the one before it
@@ -103,6 +106,7 @@ class Executor:
         """The action that runs now."""
         self.waiting: Name | None = None
         """The message for which it waits now."""
+        self.plan = _IDLE
         self._clear()
         self._steps = [(action, self._bind(action)) for action in self.order]
 
@@ -162,6 +166,8 @@ class Executor:
             raise self._blame(error) from error
         finally:
             enter(None)
+            # The batch belongs to the user: nothing of it stays here.
+            self.plan = _IDLE
             if not plan.train:
                 for stage in self.stages.values():
                     stage.sync.without_backward()

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-import hocket
 from hocket.errors import HocketError, PeerError, PipelineError, PipelineTimeoutError
 
 _LONGEST = 1 << 16
 _TEXT, _TRACE = 6000, 4000
-_LIBRARIES = tuple(str(Path(file).parent) for file in (hocket.__file__, torch.__file__))
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Kind(StrEnum):

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, repeat
 
-from hocket.program import Action, Op, Placement, Program
+from hocket.program import Action, Op, Placement, Program, make_actions
 
 
 def column(op: Op, stage: int, microbatches: Iterable[int]) -> list[Action]:
     """One op of one stage for each of the microbatches."""
-    return list(map(Action, repeat(op), repeat(stage), microbatches))
+    return list(make_actions(repeat(op), repeat(stage), microbatches))
 
 
 def columns(op: Op, stages: Iterable[int], rounds: Sequence[range]) -> list[Action]:

@@ -14,16 +14,15 @@ From then on `parse_schedule({"schedule": "mine"})` and `build(MineConfig(), ran
 from __future__ import annotations
 
 import difflib
-import gc
 import json
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from hocket.collector import collector_paused
 from hocket.errors import ConfigError, ScheduleError
 from hocket.program import Action, Program
 
@@ -121,7 +120,7 @@ def build(config: ScheduleConfig, *, ranks: int, microbatches: int) -> Program:
     """The program of `config` on `ranks` ranks: compute actions only."""
     entry = _entry_of(config)
     ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
-    with _collector_paused():
+    with collector_paused():
         program = entry.build(config, ranks, microbatches)
     if not isinstance(program, Program):
         raise ConfigError(
@@ -139,21 +138,6 @@ def build_rank(config: ScheduleConfig, rank: int, *, ranks: int, microbatches: i
     if entry.rank_order is None:
         return build(config, ranks=ranks, microbatches=microbatches).ranks[rank]
     return tuple(entry.rank_order(config, rank, ranks, microbatches))
-
-
-@contextmanager
-def _collector_paused() -> Generator[None]:
-    """A program is a great many tuples and no cycle: the collector would walk them all, again and again, for nothing.
-
-    For 64 ranks and 1024 microbatches that is more than half of the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _by_name() -> dict[str, _Entry]:
