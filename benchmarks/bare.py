@@ -1,7 +1,7 @@
 """A bare pipeline loop over isend and irecv: what the executor is measured against.
 
-It runs a given list of actions with fixed shapes and no checks, packing, hooks or records: the least that a hand-written
-loop of the same order would do. How a stage computes is given as three functions.
+It runs a given list of actions with fixed shapes and no checks, packing, hooks or records: the least that a loop of
+the same order, written by hand, would do. How a stage computes is given as three functions.
 """
 
 from __future__ import annotations

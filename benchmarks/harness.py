@@ -27,7 +27,9 @@ def alternate(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds by `clock` (time.process_time: CPU time of this rank, all threads) of each candidate, measured in turn round after round, so that a noisy moment hits all alike.
+    """Seconds by `clock` of each candidate, measured in turn round after round, so that a noisy moment hits all alike.
+
+    `time.process_time` as clock: CPU time of this rank, all its threads.
 
     On several ranks every run is between two barriers: the time is that of the slowest rank.
     """
@@ -52,7 +54,8 @@ def median(values: Sequence[float]) -> float:
 
 def machine() -> str:
     """One line on where this ran."""
-    return f"{platform.machine()}, {torch.get_num_threads()} thread(s) a rank, torch {torch.__version__}, {platform.python_version()}"
+    threads, version = torch.get_num_threads(), platform.python_version()
+    return f"{platform.machine()}, {threads} thread(s) a rank, torch {torch.__version__}, Python {version}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -23,10 +23,12 @@ RANKS, COUNT, WIDTH, ROWS = 4, 32, 1024, 64
 BYTES = WIDTH * ROWS * 4
 
 
+_alive: weakref.WeakSet[_Token] = weakref.WeakSet()
+
+
 class _Keep(torch.autograd.Function):
     """Saves a copy of its input for backward, and lets it be counted."""
 
-    alive: weakref.WeakSet[Any] = weakref.WeakSet()
     peak = 0
 
     @staticmethod
@@ -34,8 +36,8 @@ class _Keep(torch.autograd.Function):
         kept = x.clone()
         ctx.save_for_backward(kept, scale)
         ctx.token = _Token()
-        _Keep.alive.add(ctx.token)
-        _Keep.peak = max(_Keep.peak, len(_Keep.alive))
+        _alive.add(ctx.token)
+        _Keep.peak = max(_Keep.peak, len(_alive))
         return x * scale
 
     @staticmethod
@@ -70,7 +72,7 @@ def _big_tensors() -> int:
 def measure(rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = {"schedule": "1f1b"}
-    info, modules = build_schedule(None, COUNT, config, lambda info: Holder(), mse)
+    info, _ = build_schedule(None, COUNT, config, lambda info: Holder(), mse)
     program = info.schedule.program
     x, y = torch.randn(COUNT * ROWS, WIDTH), torch.randn(COUNT * ROWS, WIDTH)
     theirs = torch_schedule(config, COUNT, {rank: Holder()}, program.num_stages, mse)

@@ -59,7 +59,7 @@ __all__ = [
     "verify",
 ]
 
-# Loaded when first used: the runtime brings torch, the schedules bring pydantic, and a reader of programs needs neither.
+# Loaded when first used: the runtime brings torch, the schedules bring pydantic; a reader of programs needs neither.
 _LAZY = {
     **dict.fromkeys(("build_schedule", "PipelineStageInfo"), "hocket.runtime"),
     **dict.fromkeys(

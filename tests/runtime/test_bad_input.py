@@ -45,7 +45,7 @@ ALONE: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), ALONE, ids=[text[:40] for _, text in ALONE])
+@pytest.mark.parametrize("call,text", ALONE, ids=[text[:40] for _, text in ALONE])
 def test_one_process(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         call()

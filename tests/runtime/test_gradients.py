@@ -193,7 +193,7 @@ def _bad_tie(rank: int, ties: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ties", "text"),
+    "ties,text",
     [
         ({"head.weight": "embed.weight"}, "1 of 2 names are parameters of some stage"),
         ({"layers.0.up.bias": "embed.weight"}, "make their shapes and dtypes equal"),
