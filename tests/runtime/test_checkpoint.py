@@ -162,7 +162,7 @@ def test_ties_may_differ_between_saving_and_loading(saved: Any) -> None:
     assert mine["exp_avg"].abs().sum() > 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_async_save_is_of_the_moment_it_was_asked(ranks: int, tmp_path: Path) -> None:
     rows = (
         run_distributed(_save, 2, tmp_path, ONE_F_ONE_B, 2, True)
@@ -289,7 +289,7 @@ def _die_in_the_middle(rank: int, path: Path, where: str) -> None:
     save_checkpoint(path, modules, schedule=info.schedule, optimizer=optimizer, step=9)
 
 
-@pytest.mark.parametrize("where", ["write", "rename"])
+@pytest.mark.parametrize("where", ["write", pytest.param("rename", marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_save(where: str, tmp_path: Path) -> None:
     rows = run_distributed(_save, 2, tmp_path, ONE_F_ONE_B)
     outcomes = run_distributed(_die_in_the_middle, 2, tmp_path, where, check=False, timeout=20)
@@ -369,6 +369,43 @@ def _resume_with(rank: int, path: Path) -> list[tuple[list[float], list[float]]]
 def test_any_optimizer(tmp_path: Path) -> None:
     for first, second in run_distributed(_resume_with, 2, tmp_path)[0]:
         assert first == second
+
+
+def _two_optimizers(rank: int, path: Path, config: Any, resume: bool) -> list[float]:
+    """Matrices and vectors in optimizers of their own, and no empty groups: so other groups on each rank."""
+    info, modules = build_schedule(None, 2, config, Part, loss_fn)
+    named = [(n, p) for m in modules for n, p in m.named_parameters()]
+    matrices = [[p for n, p in named if p.ndim > 1 and key in n] for key in ("up", "down", "e")]
+    matrices[2] = [p for n, p in named if n in ("embed.weight", "lm_head.weight")]
+    first = torch.optim.AdamW([{"params": g, "lr": 0.01 * (i + 1)} for i, g in enumerate(matrices) if g])
+    second = torch.optim.SGD([p for _, p in named if p.ndim == 1], lr=0.05, momentum=0.9)
+    optimizers = [first, second]
+    schedulers = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(first, 8),
+        torch.optim.lr_scheduler.LambdaLR(second, lambda s: 1 / (s + 1)),
+    ]
+    what: Any = {"schedule": info.schedule, "optimizer": optimizers, "lr_scheduler": schedulers}
+    if resume:
+        load_checkpoint(path, modules, **what)
+    losses = []
+    for step in range(2 if resume else 0, 4):
+        x, y = tokens(8, step)
+        losses.append(float(info.schedule.share_loss(info.schedule.step(x, targets=y))))
+        for each in [*optimizers, *schedulers]:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
+        if step == 1:
+            save_checkpoint(path, modules, **what)
+    return losses[-2:]
+
+
+def test_several_optimizers_whose_groups_differ_by_rank(tmp_path: Path) -> None:
+    losses = run_distributed(_two_optimizers, 2, tmp_path, INTERLEAVED, False)[0]
+    assert run_distributed(_two_optimizers, 2, tmp_path, INTERLEAVED, True)[0] == losses
+    for ranks in (1, 3):
+        resumed = run_distributed(_two_optimizers, ranks, tmp_path, "1f1b", True)[0]
+        assert resumed == pytest.approx(losses, rel=1e-6)
 
 
 def _frozen(rank: int, path: Path) -> tuple[list[float], list[float], int]:

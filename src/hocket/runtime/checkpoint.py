@@ -152,9 +152,8 @@ def load_checkpoint(
     problem = None
     try:
         plan.load(optimizers, wanted)
-        groups = [g for o in optimizers for g in o.param_groups]
         for scheduler, saved in zip(_several(lr_scheduler), values["lr_schedulers"] or [], strict=False):
-            state.set_lr_state(scheduler, saved, groups)
+            state.set_lr_state(scheduler, saved)
     except HocketError as error:
         problem = error
     share(b"", problem, together)

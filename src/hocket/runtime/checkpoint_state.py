@@ -199,9 +199,9 @@ def _hyperparameters(group: Named) -> Named:
 # --- LR schedulers and randomness
 
 
-def set_lr_state(scheduler: LRScheduler, state: Named, groups: Sequence[Named]) -> None:
+def set_lr_state(scheduler: LRScheduler, state: Named) -> None:
     """Load an LR scheduler saved on a rank with other groups: what is listed by group is taken from this rank's."""
-    scheduler.load_state_dict(_fitted(state, scheduler.state_dict(), groups))
+    scheduler.load_state_dict(_fitted(state, scheduler.state_dict(), scheduler.optimizer.param_groups))
 
 
 def _fitted(saved: Named, mine: Named, groups: Sequence[Named]) -> Named:
