@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from hocket.errors import ConfigError, HocketError
+from hocket.errors import ConfigError
 from hocket.passes import lower
 from hocket.program import Action, Op, Program
-from hocket.runtime.agreement import agree, agreed, signature
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
 from hocket.runtime.feed import in_step
+from hocket.runtime.intake import Intake, Upstream, remember
 from hocket.runtime.measure import StepTrace, trace_of
-from hocket.runtime.microbatch import Batch, Microbatches, SplitRule, measure_batch, merge_outputs, split_step
+from hocket.runtime.microbatch import Microbatches, SplitRule, merge_outputs
 from hocket.runtime.p2p import Transport
 from hocket.runtime.payload import Layout
 from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
@@ -28,8 +29,6 @@ from hocket.runtime.tied import TiedWeights
 from hocket.runtime.watch import Watch
 from hocket.schedules import ScheduleConfig, build, forward_only
 from hocket.verify import verify
-
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,9 @@ class PipelineSchedule:
         self._hooks: list[Hook] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
-        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._targets_needed: bool | None = None
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
-        self._first_rank = program.placement.rank_of(0)
+        self._intake = Intake(stages, transport, rank, program.placement.rank_of(0), self.loss_rank, options.split)
         self._last: Executor | None = None
         self.steps = 0
         """Training steps done; `keyed_rng` draws on it, so set it when a run is resumed."""
@@ -199,7 +197,7 @@ class PipelineSchedule:
         self._ties.after_failure()
         # What was remembered may differ: a step may have ended on some ranks before it failed on others.
         self._layouts.clear()
-        self._sizes.clear()
+        self._intake.forget()
         if self._transport is None:
             self._watch.verdict = None
             return
@@ -230,9 +228,12 @@ class PipelineSchedule:
         return_outputs: bool,
     ) -> StepResult:
         begun = time.perf_counter()
-        count, batch, key = self._agree(train, count, args, kwargs, targets)
+        count, batch, key = self._intake.agree(train, count, args, kwargs, targets)
         layouts = None if self._options.dynamic_shapes else self._layouts.get(key)
-        parts = self._divide(args, kwargs, targets, count, batch, layouts is not None)
+        upstream = Upstream()
+        if train:
+            args, kwargs = upstream.cut(args, kwargs)
+        parts = self._intake.divide(args, kwargs, targets, count, batch, layouts is not None)
         weights = weights_of(self._options.loss_reduction, parts.sizes, parts.count)
         collector = self._collector(train, parts, targets is not None, weights, loss_scale, return_outputs)
         aux = AuxCollector(weights)
@@ -245,104 +246,21 @@ class PipelineSchedule:
         with nullcontext() if train else torch.no_grad():
             executor.run(StepPlan(parts.args, parts.kwargs, collector, layouts, train, context))
         if layouts is None and not self._options.dynamic_shapes:
-            self._remember(self._layouts, key, executor.seen)
+            remember(self._layouts, key, executor.seen)
         self._watch.executor = None
         if train:
+            upstream.backward()
             self._ties.after_step()
             self.steps += 1
-        result = StepResult(self.loss_rank, seconds=time.perf_counter() - begun, wait_seconds=executor.record.waited)
-        result.busy_seconds, result.aux_losses = executor.busy_seconds, aux.totals
+        record = executor.record
+        result = StepResult(self.loss_rank, aux_losses=aux.totals, wait_seconds=record.waited)
+        result.compute_seconds = partial(executor.busy_seconds, record)
+        result.seconds = time.perf_counter() - begun
         if collector is not None:
             collector.finish(result)
             if collector.outputs is not None:
                 result.outputs = merge_outputs(collector.outputs, parts.sizes)
         return result
-
-    def _agree(
-        self, train: bool, count: int, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
-    ) -> tuple[int, Batch, tuple[Any, ...]]:
-        """What all ranks hold of this step: the number of microbatches, the batch, and the key of its shapes."""
-        problem: HocketError | None = None
-        claim = Batch(None, None)
-        try:
-            self._check_inputs(count, args, kwargs)
-            claim = self._claim(args, kwargs, targets, count)
-        except ConfigError as error:
-            problem = error
-        modules = [stage.module for stage in self._stages.values()]
-        flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
-        shapes = signature((args, kwargs, flags, _autocast_state()), targets)
-        size = _UNKNOWN if claim.size is None else claim.size
-        rows = agree(self._transport, problem, [train, count, size, shapes, hash(claim.sizes or 0)])
-        _refuse_differences(rows)
-        key = tuple(map(tuple, rows))
-        known = [row[2] for row in rows if row[2] != _UNKNOWN]
-        total = known[0] if known else None
-        sizes = self._share_sizes(key, claim.sizes, count)
-        if sizes and sum(sizes) == total:
-            return count, Batch(total, sizes), key
-        if not train and total is not None:
-            count = min(count, max(total, 1))
-        return count, Batch(total, None), key
-
-    def _check_inputs(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"n_microbatches is {count!r}; give a whole number of at least 1")
-        if self.rank == self._first_rank:
-            stage = self._stages[0]
-            if not args and not stage.takes(kwargs):
-                raise ConfigError(
-                    f"rank {self.rank} holds stage 0 but got no positional argument; pass the inputs: "
-                    "step(inputs, targets=...)"
-                )
-            stage.check_call(args, kwargs)
-
-    def _claim(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, count: int) -> Batch:
-        """The batch as this rank's inputs or targets tell it."""
-        split = self._options.split
-        if self.rank == self._first_rank:
-            return measure_batch(args, kwargs, targets if self.rank == self.loss_rank else None, count, split=split)
-        if self.rank == self.loss_rank:
-            found = measure_batch((), {}, targets, count, split=split)
-            # In anything but a tensor the first length need not be the batch's.
-            return found if isinstance(targets, torch.Tensor) else Batch(None, found.sizes)
-        return Batch(None, None)
-
-    def _share_sizes(self, key: tuple[Any, ...], sizes: tuple[int, ...] | None, count: int) -> tuple[int, ...] | None:
-        """The microbatches' sizes, on every rank, if arguments came divided; sent once for each key."""
-        if self._transport is None:
-            return sizes
-        owner = next((rank for rank in (self._first_rank, self.loss_rank) if key[rank][4]), None)
-        if owner is None:
-            return None
-        if key not in self._sizes:
-            mine = torch.tensor(sizes if sizes and self.rank == owner else [0] * count)
-            self._remember(self._sizes, key, tuple(self._transport.broadcast(mine, owner).tolist()))
-        return self._sizes[key]
-
-    def _divide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, count: int, batch: Batch, known: bool
-    ) -> Microbatches:
-        """Divide this rank's arguments. Shapes not seen before are agreed on once more, so that all refuse alike."""
-        problem: HocketError | None = None
-        parts = None
-        try:
-            parts = split_step(
-                args if 0 in self._stages else (),
-                kwargs,
-                targets if self.rank == self.loss_rank else None,
-                count,
-                split=self._options.split,
-                batch_size=batch.sizes or batch.size,
-            )
-        except ConfigError as error:
-            problem = error
-        if not known:
-            agree(self._transport, problem, [])
-        elif problem is not None:
-            raise problem
-        assert parts is not None
-        return parts
 
     def _collector(
         self,
@@ -383,36 +301,3 @@ class PipelineSchedule:
         program = lower(program)
         verify(program)
         return program
-
-    def _remember(self, memory: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> None:
-        # Ranks forget together: all see the same keys in the same order.
-        if len(memory) >= 128:
-            memory.clear()
-        memory[key] = value
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _refuse_differences(rows: Sequence[Sequence[int]]) -> None:
-    """Raise, on all ranks alike, if the ranks do not run the same kind of step."""
-    for column, what in ((0, "kind of call (step = 1, evaluate = 0)"), (1, "number of microbatches")):
-        values = [row[column] for row in rows]
-        if len(set(values)) > 1:
-            raise agreed(
-                ConfigError(
-                    f"the ranks disagree on the {what}: "
-                    + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
-                    + "; make the same call on every rank"
-                )
-            )
-    claims = {rank: row[2] for rank, row in enumerate(rows) if row[2] != _UNKNOWN}
-    if len(set(claims.values())) > 1:
-        raise agreed(
-            ConfigError(
-                "the ranks disagree on the batch size: "
-                + ", ".join(f"rank {rank} has {value} items" for rank, value in claims.items())
-                + "; give inputs and targets of the same batch"
-            )
-        )
