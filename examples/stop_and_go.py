@@ -41,6 +41,7 @@ def train(folder: Path, schedule_config: Any, resume: bool) -> dict[str, Any]:
         loaded = load_checkpoint(folder, modules, schedule=schedule, optimizer=optimizer, lr_scheduler=scheduler)
         assert loaded.extra == {"batches seen": SAVE_AT}
     seen: dict[str, Any] = {"loss": [], "norm": []}
+    saved = None
     while schedule.steps < STEPS:
         inputs, targets = draw_batch(schedule.steps)
         optimizer.zero_grad()
@@ -59,7 +60,7 @@ def train(folder: Path, schedule_config: Any, resume: bool) -> dict[str, Any]:
                 extra={"batches seen": schedule.steps},
                 async_=True,  # the next steps go on while it is written
             )
-    if not resume:
+    if saved is not None:
         saved.wait()
     seen["weights"] = {name: value for m in modules for name, value in m.state_dict().items()}
     return seen

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from small_model import TIED, Stage, draw_batch, loss_fn, on_ranks
+from small_model import TIED, Block, Stage, draw_batch, loss_fn, on_ranks
 from torch.optim.lr_scheduler import LinearLR
 
 from hocket.runtime import build_schedule, clip_grad_norm_, parameter_groups
@@ -37,7 +37,8 @@ def train(schedule_config: str) -> dict[str, Any]:
         warm_up.step()
         seen["loss"].append(float(schedule.share_loss(result)))
         seen["aux"].append(schedule.share_metrics(result)["activity"])
-    seen["masks"] = {name: sorted(layer.masks) for m in modules for name, layer in m.layers.items()}
+    blocks = [block for module in modules for block in module.modules() if isinstance(block, Block)]
+    seen["masks"] = {block.layer: sorted(block.masks) for block in blocks}
     seen["weights"] = {name: value for m in modules for name, value in m.state_dict().items()}
     return seen
 

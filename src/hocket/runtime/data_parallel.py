@@ -29,7 +29,7 @@ class GradientSync(Protocol):
         ...
 
 
-class _NoSync:
+class NoSync:
     """A stage that is not wrapped."""
 
     def forward_scope(self) -> AbstractContextManager[None]:
@@ -67,8 +67,8 @@ class _DDP:
 class _FSDP:
     """Parameters are gathered once and stay so until the last backward, which reduces gradients and frees them."""
 
-    def __init__(self, module: FSDPModule):
-        self.module = module
+    def __init__(self, module: FSDPModule, parts: list[FSDPModule]):
+        self.module, self.parts = module, parts
         module.set_reshard_after_forward(False)
 
     def forward_scope(self) -> AbstractContextManager[None]:
@@ -81,9 +81,8 @@ class _FSDP:
 
     def without_backward(self) -> None:
         # Else the gathered parameters would stay, and be used after the optimizer has changed the shards.
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for part in self.parts:
+            part.reshard()
 
 
 def gradient_sync(module: nn.Module) -> GradientSync:
@@ -91,8 +90,8 @@ def gradient_sync(module: nn.Module) -> GradientSync:
     if isinstance(module, DistributedDataParallel):
         return _DDP(module)
     if isinstance(module, FSDPModule):
-        return _FSDP(module)
-    return _NoSync()
+        return _FSDP(module, [m for m in module.modules() if isinstance(m, FSDPModule)])
+    return NoSync()
 
 
 def is_wrapped(module: nn.Module) -> bool:
