@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hocket.errors import HocketError, PeerError
 from hocket.runtime.failure import Failure, is_connection_error
@@ -19,29 +19,46 @@ if TYPE_CHECKING:
 class Call:
     """The scope of one call that takes all ranks."""
 
-    __slots__ = ("handles_term", "previous_fd", "watch", "what")
+    __slots__ = ("previous_fd", "taken", "watch", "what")
 
     def __init__(self, watch: Watch, what: str):
         self.watch, self.what = watch, what
         self.previous_fd: int | None = None
-        self.handles_term = False
+        self.taken: list[tuple[int, Any]] = []
 
     def __enter__(self) -> None:
         watch = self.watch
         watch.entries += 1
         watch.now = self.what
         watch.thread = threading.get_ident()
+        watch.interrupted = watch.interruptible = False
         if watch.board is not None and threading.current_thread() is threading.main_thread():
-            self.previous_fd = signal.set_wakeup_fd(watch.signals, warn_on_full_buffer=False)
-            if self.previous_fd != -1:  # somebody else's, such as asyncio's
-                signal.set_wakeup_fd(self.previous_fd)
-                self.previous_fd = None
-            elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                self.handles_term = True
-                signal.signal(signal.SIGTERM, _leave_it_to_the_thread)
+            self._take_signals()
         known = watch.verdict or (watch.board and watch.board.failure)
         if known:
             self._refuse(known)
+
+    def _take_signals(self) -> None:
+        """Have the watching thread hear of signals, which Python's handlers do only when torch returns."""
+        watch = self.watch
+        previous = signal.set_wakeup_fd(watch.signals, warn_on_full_buffer=False)
+        if previous != -1:  # somebody else's, such as asyncio's
+            signal.set_wakeup_fd(previous)
+            return
+        self.previous_fd = previous
+        # Handlers of the user's own stay: they may want the step to end in peace.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.taken.append((signal.SIGTERM, signal.signal(signal.SIGTERM, _leave_it_to_the_thread)))
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self.taken.append((signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt)))
+            watch.interruptible = True
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        """For Ctrl-C. A launcher often repeats what the terminal has sent already; a wait is ended by the thread."""
+        watch = self.watch
+        again, watch.interrupted = watch.interrupted, True
+        if not again and watch.awaited() is None:
+            raise KeyboardInterrupt
 
     def _refuse(self, known: Failure) -> None:
         watch, error = self.watch, known.error()
@@ -60,15 +77,16 @@ class Call:
     ) -> None:
         watch = self.watch
         try:
+            if watch.interrupted:
+                _shorten_interrupt(f"hocket: rank {watch.rank}: interrupted in {watch.doing()[1]}")
+                error = KeyboardInterrupt()
+                raise error from None
             if error is None or (isinstance(error, HocketError) and error.agreed):
                 return
             cause = error.__cause__ if isinstance(error, PeerError) else error
             if watch.board is not None and cause is not None and is_connection_error(cause):
                 error = watch.lost(cause)
                 raise error from None
-            if isinstance(error, KeyboardInterrupt):
-                error.__cause__, error.__suppress_context__ = None, True
-                _shorten_interrupt(f"hocket: rank {watch.rank}: interrupted in {watch.doing()[1]}")
         finally:
             try:
                 if error is not None and not (isinstance(error, HocketError) and error.agreed):
@@ -78,8 +96,8 @@ class Call:
 
     def _leave(self) -> None:
         watch = self.watch
-        if self.handles_term:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in self.taken:
+            signal.signal(number, handler)
         if self.previous_fd is not None:
             signal.set_wakeup_fd(self.previous_fd)
         watch.before, watch.now = self.what, None

@@ -67,6 +67,10 @@ class Watch:
     """What the main thread waits for outside of the executor."""
     executor: Executor | None = None
     """The one that runs, if any: it knows the action, and the message for which it waits."""
+    interruptible = False
+    """Ctrl-C ends the present call, by no handler of the user's own."""
+    interrupted = False
+    """Ctrl-C has come in the present call."""
     verdict: Failure | None = None
     """The failure that ended this pipeline, once this rank has met it."""
 
@@ -115,7 +119,7 @@ class Watch:
     def lost(self, error: BaseException) -> PipelineError:
         """What to raise when the backend says that a connection is lost: the first failure, by name."""
         assert self.board is not None
-        waiting = self._awaited()
+        waiting = self.awaited()
         if self.verdict is None:
             # Who fails tells the board before it lets go of a connection; so it is there by now, or never.
             self.verdict = self.board.find_failure(0)
@@ -197,7 +201,7 @@ class Watch:
         """In a word, and in words."""
         if self._closed:
             return "left", f"has left{self.before and ', after ' + self.before}{_last_exception()}"
-        call, waiting = self.now, self._awaited()
+        call, waiting = self.now, self.awaited()
         action = self.executor.current if self.executor is not None else None
         if call is None:
             return "outside", f"outside of hocket, after {self.before or 'build_schedule'}"
@@ -206,7 +210,7 @@ class Watch:
             return "waiting", f"{place}, waiting for {waiting}"
         return "computing", place
 
-    def _awaited(self) -> Wait | None:
+    def awaited(self) -> Wait | None:
         """What the main thread waits for, in the executor or outside."""
         executor = self.executor
         found = executor.awaited() if executor is not None else None
@@ -233,7 +237,7 @@ class Watch:
             self.held = self.held + passed if same and token[0] == before[0] else 0.0
             before = token
             assert self.board is not None
-            if self.board.failure is None and self.now and self.held > self.timeout and (waiting := self._awaited()):
+            if self.board.failure is None and self.now and self.held > self.timeout and (waiting := self.awaited()):
                 self._give_up(waiting)
             if self.board.failure is not None and self.now is not None:
                 self.wake()
@@ -249,8 +253,7 @@ class Watch:
             came = os.read(self._reader, 64)
             if signal.SIGTERM in came and self.now:
                 self._terminated()
-            # A handler of the user's own may want the step to end in peace.
-            if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler and self.now:
+            if signal.SIGINT in came and self.now and self.interruptible:
                 self.wake()
 
     def _terminated(self) -> None:
@@ -258,7 +261,7 @@ class Watch:
         assert self.board is not None
         failure = self.verdict or self.board.find_failure(2.5)
         if failure is not None and failure.kind is not Kind.INTERRUPTED:
-            awaited = self._awaited()
+            awaited = self.awaited()
             error = failure.error(awaited.what if awaited else "")
             os.write(2, f"hocket: rank {self.rank} is stopped by SIGTERM. {error}\n".encode())
         self.board.missing("heard", [], 0.5, always=True)
@@ -270,7 +273,7 @@ class Watch:
         before = self.board.signs()
         time.sleep(2 * BEAT + 0.2)
         now = self.board.signs()
-        if self.board.failure is not None or str(self._awaited()) != str(waiting):
+        if self.board.failure is not None or str(self.awaited()) != str(waiting):
             return
         blamed = self._blame(waiting, before, now)
         table = {rank: sign.words for rank, sign in now.items()}
