@@ -15,6 +15,7 @@ from distributed import run_distributed
 from hocket.errors import PipelineError, StageError
 from hocket.program import Op, unfold
 from hocket.runtime import PipelineStageInfo, build_schedule, check_finite
+from hocket.runtime.p2p import Transport
 from runtime.stage_cases import CONFIGS, WIDTH, Call, Case, mse, once, reference
 
 NAMES = ("gpipe", "bfs", "zb", "zbv", "dual_pipe_v")
@@ -303,3 +304,69 @@ def test_a_hook_that_raises_is_an_error_everywhere() -> None:
 
     for text in run_distributed(run, 2, timeout=30):
         assert "stage 1, microbatch 3, action 1B3" in text and "no such key" in text
+
+
+# --- what a step costs, and what it leaves to its inputs --------------------------------------------------------------
+
+
+def test_a_step_of_known_shapes_sends_one_control_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> list[dict[str, int]]:
+        counts: dict[str, int] = {}
+
+        def counted(name: str) -> Any:
+            original = getattr(Transport, name)
+
+            def call(self: Transport, *args: Any, **kwargs: Any) -> Any:
+                counts[name] = counts.get(name, 0) + 1
+                return original(self, *args, **kwargs)
+
+            return call
+
+        for name in ("gather", "gather_text", "broadcast", "send_header"):
+            monkeypatch.setattr(Transport, name, counted(name))
+        info, _ = build_schedule(None, 4, CONFIGS["zbv"], Block, mse)
+        found = []
+        for x in (X, X, X[:, :2], X[:, :2], X, [X[:1], X[1:3], X[3:7], X[7:]], [X[:1], X[1:3], X[3:7], X[7:]]):
+            counts.clear()
+            info.schedule.step(x, targets=Y[:, : (2 if type(x) is not list and x.shape[1] == 2 else 3)])
+            found.append(dict(counts))
+        return found
+
+    new, known = {"gather": 2, "send_header": 4}, {"gather": 1}
+    # Stage 1 hands over to stage 2 on its own rank: 2 messages a microbatch, one from each rank.
+    for row in run_distributed(run, 2, timeout=30):
+        assert row == [new, known, new, known, known, {**new, "broadcast": 1}, known]
+
+
+class Tower(nn.Module):
+    """Computes a step's inputs outside of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed, self.layer = nn.Embedding(8, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self) -> torch.Tensor:
+        return torch.tanh(self.layer(self.embed.weight.view(8, 3, WIDTH)))
+
+
+def test_inputs_computed_outside_get_their_gradients() -> None:
+    def run(name: str) -> Any:
+        info, _ = build_schedule(None, 4, CONFIGS[name], Block, mse)
+        tower, leaf = Tower(), X.clone().requires_grad_()
+        info.schedule.step(tower(), targets=Y)
+        info.schedule.step(tower(), targets=Y)
+        info.schedule.evaluate(tower(), targets=Y)
+        info.schedule.step(leaf, targets=Y)
+        return [p.grad for p in (*tower.parameters(), leaf)], info.schedule.program.num_stages
+
+    rows = all_configs(run)
+    for name in NAMES:
+        count = rows[0][name][1]
+        stages = [Block(PipelineStageInfo(s, count)) for s in range(count)]
+        tower, leaf = Tower(), X.clone().requires_grad_()
+        for start in (tower(), tower(), leaf):
+            mse(nn.Sequential(*stages)(start), Y).backward()
+        expected = [p.grad for p in (*tower.parameters(), leaf)]
+        torch.testing.assert_close(rows[0][name][0], expected)
+        assert rows[1][name][0] == [None] * 4

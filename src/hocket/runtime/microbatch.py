@@ -291,7 +291,7 @@ def _divide_leaf(column: _Column, leaf: Any, batch: int, spans: Sequence[tuple[i
     try:
         # Not torch.split: autograd would tie the microbatches of an input that requires grad to one node.
         return [leaf.narrow(dim, start, size) for start, size in spans]
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         raise ConfigError(
             f"{column.name} of type {type(leaf).__name__} and layout {leaf.layout} cannot be divided on dimension "
             f"{dim}: {error}; give split a function for it, or pass a list of microbatches"

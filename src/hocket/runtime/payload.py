@@ -263,7 +263,9 @@ def _build_tree(node: Node, tensors: Iterator[torch.Tensor]) -> Any:
     try:
         value = _build(context, tensors)
         if dumped:
-            value = _pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context(value)
+            load = _pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+            assert load is not None
+            value = load(value)
         return _pytree.SUPPORTED_NODES[kind].unflatten_fn(built, value)
     except Exception as error:
         raise PayloadError(

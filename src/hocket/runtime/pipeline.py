@@ -18,10 +18,10 @@ from hocket.program import Action, Op, Program
 from hocket.runtime.context import StepContext
 from hocket.runtime.executor import Executor, Hook, PairRunner, StepPlan
 from hocket.runtime.feed import in_step
-from hocket.runtime.intake import Intake, Upstream, remember
+from hocket.runtime.intake import Intake, Key, Upstream, remember
 from hocket.runtime.measure import StepTrace, trace_of
 from hocket.runtime.microbatch import Microbatches, SplitRule, merge_outputs
-from hocket.runtime.p2p import Transport
+from hocket.runtime.p2p import Name, Transport
 from hocket.runtime.payload import Layout
 from hocket.runtime.result import AuxCollector, LossCollector, LossFn, LossReduction, StepResult, weights_of
 from hocket.runtime.stage import Stage
@@ -72,7 +72,7 @@ class PipelineSchedule:
         self._watch = watch
         self._hooks: list[Hook] = []
         self._executors: dict[tuple[bool, int], Executor] = {}
-        self._layouts: dict[tuple[Any, ...], dict[tuple[int, int, int], Layout]] = {}
+        self._layouts: dict[Key, dict[Name, Layout]] = {}
         self._targets_needed: bool | None = None
         self.loss_rank = program.placement.rank_of(program.num_stages - 1)
         self._intake = Intake(stages, transport, rank, program.placement.rank_of(0), self.loss_rank, options.split)
