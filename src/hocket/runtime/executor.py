@@ -177,11 +177,10 @@ class Executor:
         actions = self.program.ranks[rank]
         return unfold(actions) if self.run_pair is None else list(actions)
 
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that the last step spent in compute actions, without waiting."""
-        pairs = zip(self.order, self.record.spans(), strict=False)
-        return sum(end - begin for action, (begin, end) in pairs if action.op.is_compute) - self.record.waited
+    def busy_seconds(self, record: Record) -> float:
+        """Seconds that the step of `record` spent in compute actions, without waiting."""
+        pairs = zip(self.order, record.spans(), strict=False)
+        return sum(end - begin for action, (begin, end) in pairs if action.op.is_compute) - record.waited
 
     def _run_announced(self, ended: Callable[[float], None]) -> None:
         for action, perform in self._steps:

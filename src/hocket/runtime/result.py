@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -22,19 +23,31 @@ class StepResult:
 
     Where the last stage lives (`loss_rank`, a rank of the pipeline group): the batch's `loss`, unscaled; `losses`, one
     for each microbatch; `metrics`, averaged like the loss. Elsewhere these are None, [] and {}. `outputs` only if asked
-    for. Seconds are this rank's: of the whole step, spent computing, and spent waiting for messages.
+    for. Seconds are this rank's: of the whole step, and those of it spent waiting for messages.
     """
 
     loss_rank: int
-    loss: torch.Tensor | None = None
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     aux_losses: dict[str, torch.Tensor] = field(default_factory=dict)
     """Auxiliary losses of this rank's stages, by name, averaged like the loss and summed over the stages."""
     outputs: Any = None
     seconds: float = 0.0
-    busy_seconds: float = 0.0
     wait_seconds: float = 0.0
+    weights: Sequence[float] = field(default=(), repr=False)
+    """What each microbatch's loss counts in the batch's."""
+    compute_seconds: Callable[[], float] = field(default=float, repr=False)
+
+    @cached_property
+    def loss(self) -> torch.Tensor | None:
+        """The batch's loss; None where the last stage is not, or nothing gives a loss."""
+        # Made when it is asked for: a few small kernels that most steps can do without.
+        return _weighted(self.losses, self.weights) if self.losses else None
+
+    @cached_property
+    def busy_seconds(self) -> float:
+        """Seconds that this rank spent computing."""
+        return self.compute_seconds()
 
 
 class LossCollector:
@@ -83,6 +96,8 @@ class LossCollector:
     def _note(self, microbatch: int, metrics: Mapping[str, Any]) -> None:
         if self._names is None:
             self._names = metrics.keys()
+        if not metrics and not self._names:
+            return
         if metrics.keys() != self._names:
             raise ConfigError(
                 f"loss_fn returned the metrics {sorted(metrics)}, but {sorted(self._names)} for a microbatch before; "
@@ -94,7 +109,7 @@ class LossCollector:
         """Write the batch's loss and metrics into `result`."""
         if self.loss_fn is not None:
             result.losses = [loss for loss in self.losses if loss is not None]
-            result.loss = _weighted(result.losses, self.weights)
+            result.weights = self.weights
             result.metrics = {
                 name: _weighted([metrics[name] for metrics in self.metrics], self.weights) for name in self.metrics[0]
             }

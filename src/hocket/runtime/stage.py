@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from hocket.errors import ConfigError
 from hocket.runtime.backward import BackwardSplitter
-from hocket.runtime.data_parallel import gradient_sync
+from hocket.runtime.data_parallel import NoSync, gradient_sync
 from hocket.runtime.info import PipelineStageInfo
 from hocket.runtime.payload import Layout, as_call, pack, unpack
 
@@ -43,16 +42,14 @@ class Received(NamedTuple):
     local: bool
 
 
-@dataclass
 class Saved:
-    """What backward of one microbatch needs."""
+    """What backward of one microbatch needs: the inputs and the outputs that require grad, in their layouts' order."""
 
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    """The inputs that require grad, in the order of their layout."""
-    outputs: list[Any] = field(default_factory=list)
-    """The outputs that require grad, in the order of their layout."""
-    gradients: list[torch.Tensor] | None = None
-    """The gradients of the outputs, if this rank made them; else they arrive in a message."""
+    __slots__ = ("leaves", "outputs")
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.outputs: list[torch.Tensor] = []
 
 
 class Stage:
@@ -62,6 +59,7 @@ class Stage:
         self.module, self.info, self.index = module, info, info.current_stage
         self.splitter = BackwardSplitter(module, split=split)
         self.sync = gradient_sync(module)
+        self._bare = type(self.sync) is NoSync and not self.splitter.needs_scope
         self.saved: dict[int, Saved] = {}
         self.final_microbatch = -1
         """The microbatch whose backward is the stage's last of the step."""
@@ -79,14 +77,17 @@ class Stage:
     ) -> Any:
         """Run the module on what the stage before has sent (or, on stage 0, on `args`), and on the step's kwargs."""
         saved = Saved()
+        if kwargs:
+            kwargs = self.takes(kwargs)
         if received is not None:
             args, sent = self._enter(received, saved, train=train)
-            kwargs = {**self.takes(kwargs), **sent}
-        else:
-            kwargs = self.takes(kwargs)
+            if sent:
+                kwargs = {**kwargs, **sent}
         if not train:
             return self.module(*args, **kwargs)
         self.saved[microbatch] = saved
+        if self._bare:
+            return self.module(*args, **kwargs)
         with self.sync.forward_scope(), self.splitter.forward_scope(microbatch):
             return self.module(*args, **kwargs)
 

@@ -57,7 +57,8 @@ def count_tokens(
     if schedule.rank == schedule.loss_rank:
         usable = isinstance(targets, torch.Tensor)
         mine = (targets != ignore_index).sum() if usable else torch.tensor(math.nan)
-    replica = float(schedule.share_loss(StepResult(schedule.loss_rank, loss=mine)))
+    counted = StepResult(schedule.loss_rank, losses=[] if mine is None else [mine], weights=(1.0,))
+    replica = float(schedule.share_loss(counted))
     if math.isnan(replica):
         raise ConfigError(
             f"rank {schedule.loss_rank} of the pipeline holds the last stage, but its targets are no tensor; pass "
