@@ -232,7 +232,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--heads", type=count, default=4, help="attention heads; must divide the width")
     output = parser.add_argument_group("output")
     output.add_argument("--log-every", type=count, default=50, help="steps between two lines of progress")
-    output.add_argument("--sample", type=int, default=200, help="bytes to write after each prompt in the end; 0: none")
+    output.add_argument("--sample", type=int, default=150, help="bytes to write after each prompt in the end; 0: none")
     output.add_argument("--losses", type=Path, help="write the loss of each step to this JSON file, with all its bits")
     output.add_argument("--threads", type=count, default=1, help="of each rank; the last bits of sums depend on it")
     args = parser.parse_args()
