@@ -173,6 +173,15 @@ class Registered(Linear):
         return h if self.is_last else (Hidden(h), OrderedDict(a=h * 2))
 
 
+@case("nothing but values travels, or nothing at all")
+class OnlyValues(Linear):
+    def forward(self, h: Any, name: Any = None) -> Any:
+        if not self.is_first:
+            assert (h, name) in ((3, "v"), (None, None))
+        h = self.run(h if self.is_first else torch.ones(2, 3, WIDTH))
+        return h if self.is_last else ((3, "v") if self.info.current_stage % 2 else None)
+
+
 @case("a list is one argument")
 class Listed(Linear):
     def forward(self, x: Any) -> Any:

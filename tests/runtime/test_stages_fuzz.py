@@ -204,6 +204,7 @@ class Spec:
     divided: bool
     reduction: str
     targets: str
+    dynamic: bool
     rows: int = 2
     """Rows that a stage makes up where none arrive."""
 
@@ -230,6 +231,7 @@ def specs(draw: st.DrawFn) -> Spec:
         divided=draw(st.booleans()),
         reduction=draw(st.sampled_from(["mean", "sum"])),
         targets=draw(st.sampled_from(["tensor", "dict", "index"])),
+        dynamic=draw(st.booleans()),
     )
 
 
@@ -256,7 +258,7 @@ def case_of(spec: Spec) -> Case:
         [_call(spec, size, evaluate) for size, evaluate in spec.calls],
         loss_fn,
         spec.count,
-        {"split": rules, "loss_reduction": spec.reduction},
+        {"split": rules, "loss_reduction": spec.reduction, "dynamic_shapes": spec.dynamic},
     )
 
 
