@@ -173,7 +173,7 @@ def _collectives(rank: int, config: Any) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("config", SCHEDULES, ids=str)
+@pytest.mark.parametrize("config", [pytest.param("1f1b", marks=pytest.mark.slow), *SCHEDULES[1:]], ids=str)
 def test_p70_one_gather_and_one_reduction_a_step(config: Any) -> None:
     stages = 2 if config == "zero_bubble_v" else 1
     for counts in run_distributed(_collectives, 4, config):

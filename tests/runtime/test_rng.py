@@ -15,9 +15,9 @@ from hocket import ConfigError
 from hocket.runtime import PipelineStageInfo, build_schedule, keyed_rng
 from runtime.language import LAYERS, WIDTH, Part, gradients, loss_fn, tokens
 
-CONFIGS: list[tuple[Any, int]] = [
-    ("gpipe", 2),
-    ({"schedule": "looped_bfs", "num_stages_per_rank": 2}, 2),
+CONFIGS: list[Any] = [
+    pytest.param("gpipe", 2, marks=pytest.mark.slow),
+    pytest.param({"schedule": "looped_bfs", "num_stages_per_rank": 2}, 2, marks=pytest.mark.slow),
     ({"schedule": "1f1b", "num_stages_per_rank": 2, "zero_bubble": True}, 2),
     ("zero_bubble_v", 2),
     ("dual_pipe_v", 2),

@@ -79,7 +79,7 @@ def _lazily(rank: int, config: Any, state: dict[str, torch.Tensor]) -> tuple[lis
     return made, size, gradients(modules)
 
 
-@pytest.mark.parametrize("config", ["1f1b", "zero_bubble_v"])
+@pytest.mark.parametrize("config", [pytest.param("1f1b", marks=pytest.mark.slow), "zero_bubble_v"])
 def test_p97_only_own_layers_are_allocated(config: Any) -> None:
     model = Part(PipelineStageInfo(0, 1))
     state = {name: value.detach() for name, value in model.named_parameters()}
