@@ -68,7 +68,7 @@ class Board:
         """Why the store cannot be reached, once that is so."""
         self._name, self._sign = name, sign
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-        self._closed = False
+        self._closed = self._hangs = False
         self._beat = 0
         self._thread = threading.Thread(target=self._serve, args=(store,), daemon=True, name=f"hocket board {rank}")
         self._thread.start()
@@ -81,7 +81,8 @@ class Board:
             raise BoardError(self.down)
         asked = _Job(job)
         self._jobs.put(asked)
-        if not asked.done.wait(seconds):
+        if not asked.done.wait(min(seconds, 0.2) if self._hangs else seconds):
+            self._hangs = True
             raise BoardError(f"the store of the process group has not answered for {seconds:g} s")
         if asked.error is not None:
             raise BoardError(self.down or str(asked.error))
