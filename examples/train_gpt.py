@@ -224,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--steps", type=count, default=500, help="optimizer steps")
     training.add_argument("--batch", type=count, default=8, help="passages of text in a step")
     training.add_argument("--context", type=count, default=128, help="bytes in a passage")
-    training.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
+    training.add_argument("--lr", type=float, default=5e-3, help="highest learning rate")
     training.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample")
     model = parser.add_argument_group("model")
     model.add_argument("--layers", type=count, default=4, help="transformer blocks, at least one for each stage")
