@@ -209,7 +209,7 @@ def divided(case: Case, call: Call) -> list[tuple[tuple[Any, ...], dict[str, Any
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or rule == "whole" or leaf.dim() <= rule or leaf.size(rule) != batch:
                 return leaf
-            return leaf.narrow(rule, items[index].start, len(items[index]))
+            return leaf.narrow(rule, items[index].start, len(items[index])).clone()
 
         return _pytree.tree_map(cut, value)
 

@@ -21,6 +21,7 @@ from runtime.stage_cases import (
     mse,
     once,
     reference,
+    run_case,
     run_cases,
 )
 
@@ -106,6 +107,14 @@ class TrainOnly(Plain):
         assert (aux is not None) == (self.training and not self.info.is_first)
         h = self.run(h if aux is None else h + aux)
         return h if self.info.is_last or not self.training else (h, h * 2)
+
+
+class AddsInPlace(Plain):
+    """Stage 0 too changes what it gets, with a parameter."""
+
+    def forward(self, h: torch.Tensor) -> Any:
+        h += self.layer.bias
+        return self.layer(h)
 
 
 LENGTHS = (3, 7, 5, 4)
@@ -249,6 +258,15 @@ def test_ranks_need_only_pass_what_their_stages_need() -> None:
     rows = run_distributed(run, 2, timeout=30)
     for got, theirs in zip([g for row in rows for g in row], expected.gradients.values(), strict=True):
         torch.testing.assert_close(got, theirs)
+
+
+def test_p32_stage_0_may_change_its_input_in_place() -> None:
+    def run(rank: int) -> list[Ran]:
+        return [run_case(Case(AddsInPlace, [Call((X.clone(),), targets=Y)]), CONFIGS[name]) for name in CONFIG_NAMES]
+
+    for rows in zip(*run_distributed(run, 2, timeout=30), strict=True):
+        got = merge_ranks(rows)
+        assert_same(got, reference(Case(AddsInPlace, [Call((X.clone(),), targets=Y)]), got.num_stages))
 
 
 def test_modes_that_change_what_stages_return() -> None:

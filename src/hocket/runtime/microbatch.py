@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,12 +68,12 @@ def split_step(
     """
     columns = _columns(args, kwargs, targets, n_microbatches, split or {})
     batch = _measure(columns, batch_size)
-    if batch.size is None:
-        sizes, spans = None, []
-    else:
+    sizes = None
+    if batch.size is not None:
         sizes = list(batch.sizes or map(len, split_microbatch_ranges(batch.size, n_microbatches)))
-        spans = _spans(sizes, n_microbatches)
-    parts = [_divide(column, batch.size, spans, n_microbatches) for column in columns]
+        if len(sizes) != n_microbatches:
+            raise ConfigError(f"{len(sizes)} sizes were given for {n_microbatches} microbatches; give one for each")
+    parts = [_divide(column, batch.size, sizes or [], n_microbatches) for column in columns]
     first = len(args)
     named = list(kwargs)
     return Microbatches(
@@ -229,34 +230,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 # --- dividing ---------------------------------------------------------------------------------------------------------
 
 
-def _spans(sizes: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Start and length of each microbatch in the batch."""
-    if len(sizes) != count:
-        raise ConfigError(f"{len(sizes)} sizes were given for {count} microbatches; give one for each")
-    spans, start = [], 0
-    for size in sizes:
-        spans.append((start, size))
-        start += size
-    return spans
-
-
-def _divide(column: _Column, batch: int | None, spans: Sequence[tuple[int, int]], count: int) -> list[Any]:
+def _divide(column: _Column, batch: int | None, sizes: Sequence[int], count: int) -> list[Any]:
     value = column.value
     if column.parts is not None:
         return list(column.parts)
     if batch is None or value is None:
         return [value] * count
     if isinstance(value, torch.Tensor):
-        parts = _divide_leaf(column, value, batch, spans)
+        parts = _divide_leaf(column, value, batch, sizes)
         if parts is None and column.name == "targets" and value.dim():
             raise _mismatch(column, value, batch)
         return [value] * count if parts is None else parts
-    return _divide_tree(column, batch, spans, count)
+    return _divide_tree(column, batch, sizes, count)
 
 
-def _divide_tree(column: _Column, batch: int, spans: Sequence[tuple[int, int]], count: int) -> list[Any]:
+def _divide_tree(column: _Column, batch: int, sizes: Sequence[int], count: int) -> list[Any]:
     leaves, structure = _pytree.tree_flatten(column.value)
-    divided = [_divide_leaf(column, leaf, batch, spans) for leaf in leaves]
+    divided = [_divide_leaf(column, leaf, batch, sizes) for leaf in leaves]
     if not any(divided):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if column.name == "targets" and tensors:
@@ -266,7 +256,7 @@ def _divide_tree(column: _Column, batch: int, spans: Sequence[tuple[int, int]], 
     return [_pytree.tree_unflatten(part, structure) for part in zip(*whole, strict=True)]
 
 
-def _divide_leaf(column: _Column, leaf: Any, batch: int, spans: Sequence[tuple[int, int]]) -> list[Any] | None:
+def _divide_leaf(column: _Column, leaf: Any, batch: int, sizes: Sequence[int]) -> list[Any] | None:
     """The leaf's microbatches, or None if it goes whole."""
     if not isinstance(leaf, torch.Tensor):
         if column.measures and _is_array(leaf) and leaf.shape[0] == batch:
@@ -289,8 +279,12 @@ def _divide_leaf(column: _Column, leaf: Any, batch: int, spans: Sequence[tuple[i
                 "or give 'whole' for what comes before it and is no batch data"
             )
     try:
-        # Not torch.split: autograd would tie the microbatches of an input that requires grad to one node.
-        return [leaf.narrow(dim, start, size) for start, size in spans]
+        if leaf.requires_grad or leaf.layout is not torch.strided:
+            # One by one: torch.split would tie the microbatches to one node of autograd.
+            return [leaf.narrow(dim, stop - size, size) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+        # No views to autograd: an in-place op of a stage on one microbatch must neither make the whole batch require
+        # grad nor count as a change of the others. Hence `data`, which counts changes by itself, not `detach()`.
+        return [part.data for part in leaf.split_with_sizes(list(sizes), dim)]
     except RuntimeError as error:
         raise ConfigError(
             f"{column.name} of type {type(leaf).__name__} and layout {leaf.layout} cannot be divided on dimension "
