@@ -20,14 +20,16 @@ TRAIN_ARGS  ?=
 BENCH_ARGS  ?=
 NPROC       ?= 2
 
-.PHONY: help setup train test lint types imports docs bench format clean
+.PHONY: help setup train test lint docs bench format clean
+# `make -j test` must still end with pytest.
+.NOTPARALLEL:
 
 help:  ## list the targets
 	echo "hocket: pipeline-parallel training for PyTorch"
 	echo
 	grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
 	echo
-	echo "options: TRAIN_ARGS='--schedule gpipe --steps 50'  NPROC=2  PYTEST_ARGS='-k loss'  WORKERS=2  PYTHON=python3.12"
+	echo "options: TRAIN_ARGS='--schedule zero_bubble_v --steps 50'  NPROC=2  PYTEST_ARGS='-k loss'  WORKERS=2  PYTHON=python3.12"
 
 setup: $(STAMP)  ## make .venv with the pinned versions
 
@@ -49,7 +51,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: $(STAMP)  ## train a small GPT on the source of Python's library, on two pipeline ranks
 	echo "== train: torchrun --nproc-per-node $(NPROC) examples/train_gpt.py $(TRAIN_ARGS)"
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(NPROC) examples/train_gpt.py $(TRAIN_ARGS)
+	# --standalone: a free port, so that two runs can share a machine.
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) \
+	  examples/train_gpt.py $(TRAIN_ARGS)
 
 lint: $(STAMP)  ## ruff, its formatter in check mode, types and import contracts
 	echo "== lint: ruff check"
