@@ -99,7 +99,7 @@ def test_a_weight_changed_between_f_and_i_is_refused() -> None:
     with splitter.forward_scope(0):
         y = module(x)
     with torch.no_grad():
-        module[0].weight.mul_(2)
+        module[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         splitter.backward_input(0, [y], [torch.ones_like(y)], [])
 

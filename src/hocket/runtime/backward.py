@@ -49,6 +49,11 @@ class BackwardSplitter:
         self._queues: dict[Hashable, WeightQueue] = {}
         self._cuts: dict[Hashable, Cut] = {}
 
+    @property
+    def needs_scope(self) -> bool:
+        """False if `forward_scope` does nothing, and need not be entered."""
+        return bool(self._deferring)
+
     def forward_scope(self, key: Hashable) -> AbstractContextManager[None]:
         """Entered around the forward of microbatch `key`, so that its layers find their queue."""
         if not self._deferring or not torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, PipelineError
 from hocket.runtime.weight_queue import Gradient, Product, WeightQueue
 
 # --- which types -----------------------------------------------------------------------------------------------------
@@ -49,13 +49,14 @@ def register_deferred(
 ) -> None:
     """Let the weight products of a module type of your own wait for W; call it before `build_schedule`.
 
-    The type's forward must take one tensor, return one tensor, and use nothing else that requires grad but the
-    parameters named, of which the first is the weight. The three functions are pure, and each of `params` is None
-    where the module has None:
+    The type's forward must take one tensor x and return one that is affine in x, and use nothing else that requires
+    grad but the parameters named, of which the first is the weight. The three functions are pure, and each of `params`
+    is None where the module has None:
 
     - `forward(module, x, *params) -> y`: what the type's own forward computes. Under autocast it gets all floating
       tensors in autocast's dtype.
-    - `grad_input(module, grad_y, x, *params) -> grad_x`, of x's shape, in the unit of loss per x; run in I.
+    - `grad_input(module, grad_y, x, *params) -> grad_x`, of x's shape, in the unit of loss per x; run in I. It takes
+      no more from x than its shape.
     - `grad_parameters(module, grad_y, x) -> gradients`, one for each name, of that parameter's shape; run in W. A
       gradient is a new tensor, which may become `.grad`, or a pair of matrices (a, b) that stands for a @ b. Those of
       frozen parameters are dropped.
@@ -190,27 +191,44 @@ def collecting(queue: WeightQueue, *, backward: bool = False) -> Generator[None]
 # --- one call of a module --------------------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """One forward of a deferring module: what its backward and its product need to know."""
+class _Call:
+    """One forward of a deferring module: what its backward needs, but for the input if that is saved by autograd."""
 
-    module: nn.Module
-    rule: Rule
-    parameters: list[nn.Parameter | None]
-    queue: WeightQueue
-    dtype: torch.dtype | None
-    """Autocast's."""
+    __slots__ = ("dtype", "module", "packed", "parameters", "queue", "rule", "unpack", "versions")
+
+    def __init__(
+        self, module: nn.Module, rule: Rule, parameters: list[nn.Parameter | None], queue: WeightQueue, x: torch.Tensor
+    ):
+        self.module, self.rule, self.parameters, self.queue = module, rule, parameters, queue
+        self.versions = [0 if p is None else p._version for p in parameters]
+        device = x.device.type
+        self.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.packed: Any = None
+        self.unpack: Callable[[Any], torch.Tensor] | None = None
 
     def cast(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """By hand, since autocast's cache would keep weights cast without a graph for those who need one."""
-        if self.dtype is None or tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        """As autocast would, whose cache could keep weights cast without a graph for those who need one."""
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
             return tensor
         return tensor.to(self.dtype)
 
-    def product(self, grad: torch.Tensor, x: torch.Tensor) -> Product:
-        grad, x = grad.detach(), x.detach()
-        gradients = functools.partial(self.rule.grad_parameters, self.module)
-        wanted = [p if p is not None and p.requires_grad else None for p in self.parameters]
-        return Product(type(self.module).__name__, wanted, gradients, grad, x, (grad._version, x._version))
+    def values(self) -> list[torch.Tensor | None]:
+        """The parameters as the module computes with them.
+
+        Cast anew in backward: a cast copy for each microbatch in flight would add up.
+        """
+        if self.dtype is None:
+            return self.parameters  # type: ignore[return-value]
+        return [self.cast(p) for p in self.parameters]
+
+    def check_parameters(self) -> None:
+        """Raise PipelineError if they have changed, as autograd does."""
+        for p, version in zip(self.parameters, self.versions, strict=True):
+            if p is not None and p._version != version:
+                raise PipelineError(
+                    f"{type(self.module).__name__}: a parameter of shape {tuple(p.shape)} was modified by an inplace "
+                    "operation between a forward and its backward; change parameters between steps only"
+                )
 
 
 def _defer(module: nn.Module, cls: type[nn.Module], x: Any, queue: WeightQueue) -> torch.Tensor | None:
@@ -221,12 +239,10 @@ def _defer(module: nn.Module, cls: type[nn.Module], x: Any, queue: WeightQueue) 
     parameters = rule and plain_parameters(module, rule)
     if not rule or not parameters or torch._C._are_functorch_transforms_active():
         return None
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    call = _Call(module, rule, parameters, queue, dtype)
-    if dtype is not None:
+    call = _Call(module, rule, parameters, queue, x)
+    if call.dtype is not None:
         x = call.cast(x)
-    return _Deferred.apply(x, None if x.requires_grad else queue.anchor, call)
+    return _apply(x, None if x.requires_grad else queue.anchor, call)
 
 
 class _Deferred(torch.autograd.Function):
@@ -234,35 +250,46 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: _Call) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        # The parameters as they are, not as autocast casts them: a cast copy for each microbatch in flight adds up.
-        ctx.save_for_backward(x, *call.parameters)
-        y = call.rule.forward(call.module, x, *map(call.cast, call.parameters))
+        hooks = _saved_tensors_hooks(False)
+        if hooks is None:
+            ctx.save_for_backward(x)
+        else:
+            # `ctx` saves when this returns, but a checkpoint that computes its layers again stops at the last tensor to
+            # be saved. Saved here, the product below is left out then, as it is in a plain Linear.
+            call.packed, call.unpack = hooks[0](x.detach()), hooks[1]
+        y = call.rule.forward(call.module, x, *call.values())
         # In-place ops on a view made in here would be refused.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        (grad,) = grads
+        grad, call = grads[0], ctx.call
         if grad is None:
             return None, None, None
-        call: _Call = ctx.call
-        x, *parameters = ctx.saved_tensors
+        x = ctx.saved_tensors[0] if call.unpack is None else call.unpack(call.packed)
         if grad.dim() != 2:
             grad = grad.contiguous()
-        # False inside autograd.grad, which asks for some tensors only, never for a leaf met on the way.
+        # Not valid inside autograd.grad, which asks for some tensors only, never for a leaf met on the way.
         if torch.autograd._is_checkpoint_valid():
-            call.queue.put(call.product(grad, x))
+            call.queue.put(Product(call.module, call.rule.grad_parameters, call.parameters, grad, x))
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return call.rule.grad_input(call.module, grad, x, *map(call.cast, parameters)), None, None
+        call.check_parameters()
+        return call.rule.grad_input(call.module, grad, x, *call.values()), None, None
+
+
+# Private names of torch. Function.apply without its detour for functorch, which takes as long as a small product.
+_apply: Any = super(torch.autograd.Function, _Deferred).apply  # type: ignore[misc]
+_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 # --- built-in types --------------------------------------------------------------------------------------------------
 
 
-def _linear_gradients(module: nn.Module, grad: torch.Tensor, x: torch.Tensor) -> tuple[Gradient, Gradient]:
-    grad = grad.reshape(-1, grad.shape[-1])
-    return (grad.t(), x.reshape(-1, x.shape[-1])), grad.sum(0)
+def _linear_gradients(module: nn.Module, grad: torch.Tensor, x: torch.Tensor) -> tuple[Gradient, Gradient | None]:
+    if grad.dim() != 2:
+        grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (grad.t(), x), None if module.bias is None else grad.sum(0)
 
 
 register_deferred(

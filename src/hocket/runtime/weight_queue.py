@@ -6,10 +6,9 @@ to `.grad`, call hooks once. Source of the split: Qi et al., Zero Bubble Pipelin
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,32 +16,36 @@ from torch import nn
 from hocket.errors import PipelineError
 
 Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""A parameter's gradient; a pair (a, b) of matrices stands for a @ b, which can be added without a temporary."""
+"""A parameter's gradient; a pair (a, b) of matrices stands for a @ b."""
 
 
-class Product(NamedTuple):
+class Product:
     """What the gradients of one call's parameters are made of."""
 
-    name: str
-    """Of the module's type, for messages."""
-    parameters: Sequence[nn.Parameter | None]
-    """Those that get a gradient; None in the place of others."""
-    gradients: Callable[[torch.Tensor, torch.Tensor], Sequence[Gradient | None]]
-    """gradients(grad, x): one for each of the parameters."""
-    grad: torch.Tensor
-    x: torch.Tensor
-    versions: tuple[int, int]
+    __slots__ = ("_gradients", "_versions", "grad", "module", "parameters", "x")
 
-    def compute(self) -> Iterator[tuple[nn.Parameter, Gradient | None]]:
-        """Each parameter with its gradient, if any. Raises PipelineError if what it is made of has changed since."""
-        if self.versions != (self.grad._version, self.x._version):
+    def __init__(
+        self,
+        module: nn.Module,
+        gradients: Callable[[nn.Module, torch.Tensor, torch.Tensor], Sequence[Gradient | None]],
+        parameters: Sequence[nn.Parameter | None],
+        grad: torch.Tensor,
+        x: torch.Tensor,
+    ):
+        """gradients(module, grad, x) gives one for each of the parameters."""
+        self.module, self._gradients, self.parameters = module, gradients, parameters
+        # Without the graphs that they come from.
+        self.grad, self.x = (t.detach() if t.requires_grad else t for t in (grad, x))
+        self._versions = grad._version, x._version
+
+    def compute(self) -> Sequence[Gradient | None]:
+        """The parameters' gradients. Raises PipelineError if what they are made of has changed since."""
+        if self._versions != (self.grad._version, self.x._version):
             raise PipelineError(
-                f"{self.name}: its input, or the gradient of its output, was changed in place after the backward for "
-                "the input; leave them as they are until the backward for the weights"
+                f"{type(self.module).__name__}: its input, or the gradient of its output, was changed in place after "
+                "the backward for the input; leave them as they are until the backward for the weights"
             )
-        for parameter, gradient in zip(self.parameters, self.gradients(self.grad, self.x), strict=True):
-            if parameter is not None:
-                yield parameter, gradient
+        return self._gradients(self.module, self.grad, self.x)
 
 
 class WeightQueue:
@@ -71,25 +74,34 @@ class WeightQueue:
         What a parameter used several times gets is summed up first and accumulated once, as autograd does.
         """
         self._drained = True
-        uses = Counter(id(p) for product in self._products for p in product.parameters)
-        sums: dict[int, torch.Tensor] = {}
-        while self._products:
-            for parameter, gradient in self._products.popleft().compute():
+        products, uses, sums = self._products, self._uses(), {}
+        while products:
+            product = products.popleft()
+            for parameter, gradient in zip(product.parameters, product.compute(), strict=True):
+                if parameter is None or not parameter.requires_grad:
+                    continue
                 key = id(parameter)
-                uses[key] -= 1
+                left = uses[key] = uses[key] - 1
                 if key in sums:
                     total = sums.pop(key)
                     gradient = total if gradient is None else total.add_(_dense(gradient))
                 if gradient is None:
                     continue
-                if uses[key]:
+                if left:
                     sums[key] = _dense(gradient)
-                elif parameter.requires_grad:
+                else:
                     self._owed.pop(parameter, None)
                     _accumulate(parameter, gradient)
-        for parameter in list(self._owed):
-            del self._owed[parameter]
-            _call_hooks(parameter)
+        while self._owed:
+            _call_hooks(self._owed.popitem()[0])
+
+    def _uses(self) -> dict[int, int]:
+        """How many products each parameter has, by id."""
+        uses: dict[int, int] = {}
+        for product in self._products:
+            for parameter in product.parameters:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        return uses
 
     def clear(self) -> None:
         """Forget all products."""
@@ -127,17 +139,11 @@ def _accumulate(parameter: nn.Parameter, gradient: Gradient) -> None:
     grad = parameter.grad
     if grad is None:
         parameter.grad = _like(parameter, _dense(gradient))
-    elif isinstance(gradient, tuple) and _multiplies_in_place(grad, *gradient):
-        grad.addmm_(*gradient)
     else:
-        grad.add_(_dense(gradient).to(grad.dtype))
+        # Not addmm_, which would save a temporary but round otherwise than autograd, which multiplies and then adds.
+        dense = _dense(gradient)
+        grad.add_(dense if dense.dtype == grad.dtype else dense.to(grad.dtype))
     _call_hooks(parameter)
-
-
-def _multiplies_in_place(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Half precision is slower in one step than in two on CPUs.
-    half = grad.dtype in (torch.bfloat16, torch.float16)
-    return grad.dtype == a.dtype == b.dtype and not (half and grad.device.type == "cpu")
 
 
 def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -150,5 +156,6 @@ def _like(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
 
 def _call_hooks(parameter: nn.Parameter) -> None:
     hooks = parameter._post_accumulate_grad_hooks
-    for hook in list(hooks.values()) if hooks else ():
-        hook(parameter)
+    if hooks:
+        for hook in list(hooks.values()):
+            hook(parameter)
