@@ -1,6 +1,7 @@
 """Chaos: a random schedule, rank and action; raise, kill or stall it. All ranks must end, in time, with one cause.
 
-The default suite runs a handful; `pytest tests/test_chaos.py -m slow` runs 100 (HOCKET_CHAOS_SEED chooses others).
+The default suite runs a handful; `HOCKET_LONG=1 pytest -s tests/test_chaos.py` runs 100 (HOCKET_CHAOS_SEED: from which
+seed on, HOCKET_CHAOS_RUNS: how many).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from long import long
 from runtime.failing import MICROBATCHES, Fault, Told, fates, last_line
 
 SCHEDULES: list[dict[str, Any]] = [
@@ -25,6 +27,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 TIMEOUT = 2.0
 FIRST = int(os.environ.get("HOCKET_CHAOS_SEED", "0"))
+RUNS = int(os.environ.get("HOCKET_CHAOS_RUNS", "100"))
 
 
 def draw(seed: int) -> tuple[int, dict[str, Any], Fault]:
@@ -82,7 +85,8 @@ def test_a_few(seed: int) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.slow
+@long
 @pytest.mark.timeout(1500)
 def test_a_hundred() -> None:
-    seconds = [run(seed) for seed in range(FIRST, FIRST + 100)]
+    seconds = [run(seed) for seed in range(FIRST, FIRST + RUNS)]
     print(f"longest run {max(seconds):.1f} s, all {sum(seconds):.0f} s")

@@ -1,0 +1,12 @@
+"""A mark for tests that take long: they run with HOCKET_LONG=1 only.
+
+HOCKET_LONG=1 pytest tests/test_chaos.py tests/test_soak.py tests/test_two_hosts.py tests/runtime/test_failure_launched.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+long = pytest.mark.skipif(not os.environ.get("HOCKET_LONG"), reason="takes long; run it with HOCKET_LONG=1")
