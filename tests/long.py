@@ -1,6 +1,6 @@
 """A mark for tests that take long: they run with HOCKET_LONG=1 only.
 
-HOCKET_LONG=1 pytest tests/test_chaos.py tests/test_soak.py tests/test_two_hosts.py tests/runtime/test_failure_launched.py
+HOCKET_LONG=1 pytest tests/test_{chaos,soak,two_hosts}.py tests/runtime/test_failure_launched.py
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 
 from hocket import CostModel, build, lower, parse_schedule, simulate
 from hosts import Hosts, torchrun_on, two_hosts, why_not
+from long import long
 from runtime.parity import batches, train_reference
 
 SCRIPT = Path(__file__).parent / "data/two_hosts_train.py"
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.torchrun,
     pytest.mark.slow,
+    long,
     pytest.mark.skipif(REASON is not None, reason=f"no network namespaces: {REASON}"),
 ]
 

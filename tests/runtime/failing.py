@@ -108,16 +108,22 @@ def train(rank: int, fault: Fault, config: Any = "1f1b", timeout: float = 20.0, 
             fault.strike()
         return Fragile(info, rank, fault)
 
-    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if fault.where == "loss" and schedule.steps == fault.step:
+    struck = False
+
+    def strike_once() -> None:
+        nonlocal struck
+        if schedule.steps == fault.step and not struck:
+            struck = True
             clock(write=True)
             fault.strike()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if fault.where == "loss":
+            strike_once()
         return (output - target).square().mean()
 
     def hook(when: str, action: Any, values: Any) -> None:
-        if schedule.steps == fault.step:
-            clock(write=True)
-            fault.strike()
+        strike_once()
 
     try:
         info, _ = build_schedule(None, MICROBATCHES, config, provider, loss_fn, timeout=timeout)

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from distributed import run_torchrun
+from long import long
+
+pytestmark = [pytest.mark.slow, long]
 
 SCRIPT = Path(__file__).parents[1] / "data/failing_train.py"
 
 
 @pytest.mark.torchrun
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "what,line",
     [
@@ -72,7 +74,6 @@ def _port() -> int:
         return int(free.getsockname()[1])
 
 
-@pytest.mark.slow
 def test_ctrl_c() -> None:
     """One line from each rank, within 5 seconds. No launcher: each rank gets the signal as from a terminal."""
     port = _port()
@@ -91,7 +92,6 @@ def test_ctrl_c() -> None:
         assert re.fullmatch(rf"hocket: rank {rank}: interrupted in step \d+.*\n", err), err
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_joins() -> None:
     """P17: one of three ranks is not started."""
     port = _port()
@@ -104,7 +104,6 @@ def test_a_rank_that_never_joins() -> None:
         )
 
 
-@pytest.mark.slow
 def test_rank_0_never_joins() -> None:
     """Then there is no store to ask either."""
     ((code, _, err),) = _end([_start(1, 2, _port(), "join")], 60)
@@ -112,7 +111,6 @@ def test_rank_0_never_joins() -> None:
     assert "PipelineTimeoutError: rank 1 cannot reach the store of rank 0 at 127.0.0.1:" in err.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_the_host_of_the_store_is_killed() -> None:
     """Rank 0 hosts the store where no agent does: no pages of C++ frames, and the cause all the same."""
     port = _port()
@@ -124,7 +122,6 @@ def test_the_host_of_the_store_is_killed() -> None:
     assert "most recent call first" not in err
 
 
-@pytest.mark.slow
 def test_a_normal_end_is_quiet() -> None:
     """Also when the host of the store ends first."""
     port = _port()

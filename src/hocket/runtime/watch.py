@@ -121,6 +121,8 @@ class Watch:
         assert self.board is not None
         waiting = self.awaited()
         if self.verdict is None:
+            # The connections of a process that dies close one by one, that of a store it hosts perhaps last.
+            time.sleep(0.05)
             # Who fails tells the board before it lets go of a connection; so it is there by now, or never.
             self.verdict = self.board.find_failure(0)
         if self.verdict is None:
