@@ -34,6 +34,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+torch.manual_seed(0)
+X, Y = torch.randn(8, 3, WIDTH), torch.randn(8, 3, WIDTH)
+
+
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
@@ -77,6 +81,36 @@ class Ran:
     outputs: list[Any]
     observed: dict[int, Any]
     num_stages: int
+
+
+def registrar(cases: dict[str, Case]) -> Callable[..., Callable[[type[nn.Module]], type[nn.Module]]]:
+    """A decorator `case(name, **more)` that puts a stage class into `cases`, by default with one step on X and Y."""
+
+    def case(name: str, **more: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
+        def add(provider: type[nn.Module]) -> type[nn.Module]:
+            cases[name] = Case(provider, **{"calls": [Call((X,), targets=Y)], **more})
+            return provider
+
+        return add
+
+    return case
+
+
+class Linear(nn.Module):
+    """A stage with one layer; `is_first` and `is_last` tell where it stands."""
+
+    def __init__(self, info: PipelineStageInfo):
+        super().__init__()
+        torch.manual_seed(100 + info.current_stage)
+        self.info, self.is_first, self.is_last = info, info.is_first, info.is_last
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(h))
+
+
+def logged(modules: Sequence[nn.Module]) -> Any:
+    return [m.log for m in modules]
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------
