@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from hocket.runtime import PipelineStageInfo, build_schedule
 from hocket.runtime.backward import BackwardSplitter, SplitMethod
 from hocket.runtime.deferred import current_queue
 from runtime.split_cases import Case, assert_equal, check, plain_grads, run_input
@@ -27,7 +29,7 @@ DEFERRED, AUTOGRAD, FULL = SplitMethod.DEFERRED, SplitMethod.AUTOGRAD, SplitMeth
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("inner", [lambda: Block(0.3), lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Dropout(0.3))])
-def test_checkpoint(inner: Any, reentrant: bool) -> None:
+def test_q2_checkpoint(inner: Any, reentrant: bool) -> None:
     conv = isinstance(inner(), nn.Sequential)
     case = Case(
         lambda: Fn(
@@ -59,6 +61,34 @@ def test_checkpoint_runs_forward_again_once() -> None:
         run_input(splitter, module, torch.randn(shape, requires_grad=True))
         splitter.backward_weight(0)
         assert runs == {0: 2, 1: 2, 2: 2}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_p71_checkpoint_keeps_what_it_keeps_without_hocket(split: bool) -> None:
+    """After F no activation inside a checkpointed block is alive; after I those that W needs, after W none."""
+    inside: list[Any] = []
+
+    def stage(m: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in m.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    module = Fn(stage, blocks=nn.ModuleList(Block() for _ in range(3)))
+    splitter = BackwardSplitter(module, split=split)
+
+    def alive() -> int:
+        return sum(not reference.expired() for reference in inside)
+
+    for block in module.blocks:
+        block.mlp[2].register_forward_pre_hook(lambda m, args: inside.append(StorageWeakRef(args[0].untyped_storage())))
+    x = three_d().requires_grad_()
+    with splitter.forward_scope(0):
+        y = module(x)
+    assert len(inside) == 3 and alive() == 0
+    splitter.backward_input(0, [y], [torch.ones_like(y)], [x])
+    assert len(inside) == 6 and alive() == (3 if split else 0)
+    splitter.backward_weight(0)
+    assert alive() == 0
 
 
 def test_recomputation_in_another_thread_finds_the_queue() -> None:
@@ -95,7 +125,7 @@ def compiled(module: nn.Module, how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", ["wrapper", "method"])
-def test_compiled_stage(how: str) -> None:
+def test_p73_compiled_stage(how: str) -> None:
     splitter = check(Case(lambda: compiled(mlp(), how), method=FULL, bound=1e-6))
     assert "compiled as a whole" in splitter.choice.reason
 
@@ -206,3 +236,27 @@ def test_without_split_nothing_is_patched() -> None:
     assert "one piece" in splitter.choice.reason
     run_input(splitter, module, x)
     assert module[0].weight.grad is not None
+
+
+# --- under a schedule ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_q1_frozen_stage_under_zero_bubble(frozen: int) -> None:
+    """No parameter of a stage requires grad, so stages behind the first get inputs without gradients."""
+
+    def provider(info: PipelineStageInfo) -> nn.Module:
+        torch.manual_seed(info.current_stage)
+        return mlp().requires_grad_(info.current_stage != frozen)
+
+    config = {"schedule": "1f1b", "num_stages_per_rank": 4, "zero_bubble": True}
+    info, modules = build_schedule(None, 4, config, provider, nn.functional.mse_loss)
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    info.schedule.step(x, targets=y)
+    whole = nn.Sequential(*(provider(PipelineStageInfo(index, 4)) for index in range(4)))
+    nn.functional.mse_loss(whole(x), y).backward()
+    for p, q in zip(nn.Sequential(*modules).parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (not p.requires_grad)
+        if q.grad is not None:
+            assert_equal(p.grad, q.grad, 1e-5, "weight")
+    assert "2 Linear with 100%" in info.schedule.describe() and "no parameter requires grad" in info.schedule.describe()

@@ -24,6 +24,21 @@ DEFERRED, AUTOGRAD, FULL = SplitMethod.DEFERRED, SplitMethod.AUTOGRAD, SplitMeth
 # --- what is kept, and for how long ----------------------------------------------------------------------------------
 
 
+def test_p77_what_is_returned_and_what_is_accumulated() -> None:
+    """The inputs' gradients are returned and not kept; the parameters' are in `.grad`, added to what was there."""
+    module, x = mlp(), torch.randn(4, WIDTH, requires_grad=True)
+    expected = plain_grads(module, x)
+    y = copy.deepcopy(module)(x)
+    (wanted,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    splitter = BackwardSplitter(module, split=True)
+    for key in range(2):
+        (found,) = run_input(splitter, module, x, key)
+        splitter.backward_weight(key)
+        assert torch.equal(found, wanted) and x.grad is None
+    for name, p in module.named_parameters():
+        assert_equal(p.grad, expected[name] * 2, 0.0, name)
+
+
 def test_forward_without_gradients_leaves_nothing() -> None:
     module = mlp()
     splitter = BackwardSplitter(module, split=True)
@@ -159,7 +174,7 @@ def registered() -> Any:
         Conv1D,
         forward=lambda m, x, w, b: x @ w + b,
         grad_input=lambda m, gy, x, w, b: gy @ w.t(),
-        grad_parameters=lambda m, gy, x: ((x.flatten(0, -2).t(), gy.flatten(0, -2)), gy.flatten(0, -2).sum(0)),
+        grad_parameters=lambda m, gy, x: (x.flatten(0, -2).t() @ gy.flatten(0, -2), gy.flatten(0, -2).sum(0)),
     )
     yield
     del _rules[Conv1D]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hocket.errors import ConfigError, PipelineError
-from hocket.runtime.weight_queue import Gradient, Product, WeightQueue
+from hocket.runtime.weight_queue import Product, WeightQueue
 
 # --- which types -----------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     parameters: tuple[str, ...]
     forward: Callable[..., torch.Tensor]
     grad_input: Callable[..., torch.Tensor]
-    grad_parameters: Callable[..., Sequence[Gradient | None]]
+    grad_parameters: Callable[..., Sequence[torch.Tensor | None]]
 
 
 _rules: dict[type[nn.Module], Rule] = {}
@@ -44,7 +44,7 @@ def register_deferred(
     *,
     forward: Callable[..., torch.Tensor],
     grad_input: Callable[..., torch.Tensor],
-    grad_parameters: Callable[..., Sequence[Gradient | None]],
+    grad_parameters: Callable[..., Sequence[torch.Tensor | None]],
     parameters: Sequence[str] = ("weight", "bias"),
 ) -> None:
     """Let the weight products of a module type of your own wait for W; call it before `build_schedule`.
@@ -58,8 +58,7 @@ def register_deferred(
     - `grad_input(module, grad_y, x, *params) -> grad_x`, of x's shape, in the unit of loss per x; run in I. It takes
       no more from x than its shape.
     - `grad_parameters(module, grad_y, x) -> gradients`, one for each name, of that parameter's shape; run in W. A
-      gradient is a new tensor, which may become `.grad`, or a pair of matrices (a, b) that stands for a @ b. Those of
-      frozen parameters are dropped.
+      gradient is a new tensor, which may become `.grad`; those of frozen parameters, and None, are dropped.
 
     x and grad_y have any number of leading dimensions. Subclasses are covered as long as they do not override forward.
     Registering a type again replaces what it had. Raises ConfigError for what is no module type, or without names.
@@ -70,7 +69,7 @@ def register_deferred(
             Conv1D,
             forward=lambda m, x, w, b: x @ w + b,
             grad_input=lambda m, gy, x, w, b: gy @ w.t(),
-            grad_parameters=lambda m, gy, x: ((x.flatten(0, -2).t(), gy.flatten(0, -2)), gy.flatten(0, -2).sum(0)),
+            grad_parameters=lambda m, gy, x: (x.flatten(0, -2).t() @ gy.flatten(0, -2), gy.flatten(0, -2).sum(0)),
         )
     """
     if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
@@ -286,10 +285,12 @@ _saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks 
 # --- built-in types --------------------------------------------------------------------------------------------------
 
 
-def _linear_gradients(module: nn.Module, grad: torch.Tensor, x: torch.Tensor) -> tuple[Gradient, Gradient | None]:
+def _linear_gradients(
+    module: nn.Module, grad: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if grad.dim() != 2:
         grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    return (grad.t(), x), None if module.bias is None else grad.sum(0)
+    return grad.t() @ x, None if module.bias is None else grad.sum(0)
 
 
 register_deferred(

@@ -15,9 +15,6 @@ from torch import nn
 
 from hocket.errors import PipelineError
 
-Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""A parameter's gradient; a pair (a, b) of matrices stands for a @ b."""
-
 
 class Product:
     """What the gradients of one call's parameters are made of."""
@@ -27,7 +24,7 @@ class Product:
     def __init__(
         self,
         module: nn.Module,
-        gradients: Callable[[nn.Module, torch.Tensor, torch.Tensor], Sequence[Gradient | None]],
+        gradients: Callable[[nn.Module, torch.Tensor, torch.Tensor], Sequence[torch.Tensor | None]],
         parameters: Sequence[nn.Parameter | None],
         grad: torch.Tensor,
         x: torch.Tensor,
@@ -38,7 +35,7 @@ class Product:
         self.grad, self.x = (t.detach() if t.requires_grad else t for t in (grad, x))
         self._versions = grad._version, x._version
 
-    def compute(self) -> Sequence[Gradient | None]:
+    def compute(self) -> Sequence[torch.Tensor | None]:
         """The parameters' gradients. Raises PipelineError if what they are made of has changed since."""
         if self._versions != (self.grad._version, self.x._version):
             raise PipelineError(
@@ -84,11 +81,11 @@ class WeightQueue:
                 left = uses[key] = uses[key] - 1
                 if key in sums:
                     total = sums.pop(key)
-                    gradient = total if gradient is None else total.add_(_dense(gradient))
+                    gradient = total if gradient is None else total.add_(gradient)
                 if gradient is None:
                     continue
                 if left:
-                    sums[key] = _dense(gradient)
+                    sums[key] = gradient
                 else:
                     self._owed.pop(parameter, None)
                     _accumulate(parameter, gradient)
@@ -127,22 +124,17 @@ class WeightQueue:
                 hooks.update(items)
 
 
-def _dense(gradient: Gradient) -> torch.Tensor:
-    return gradient if isinstance(gradient, torch.Tensor) else gradient[0] @ gradient[1]
-
-
-def _accumulate(parameter: nn.Parameter, gradient: Gradient) -> None:
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     if parameter._backward_hooks:
         # Registered since the forward. Autograd knows how to call them, and those after accumulation.
-        torch.autograd.backward(parameter, _dense(gradient).to(parameter.grad_dtype or parameter.dtype))
+        torch.autograd.backward(parameter, gradient.to(parameter.grad_dtype or parameter.dtype))
         return
     grad = parameter.grad
     if grad is None:
-        parameter.grad = _like(parameter, _dense(gradient))
+        parameter.grad = _like(parameter, gradient)
     else:
         # Not addmm_, which would save a temporary but round otherwise than autograd, which multiplies and then adds.
-        dense = _dense(gradient)
-        grad.add_(dense if dense.dtype == grad.dtype else dense.to(grad.dtype))
+        grad.add_(gradient if gradient.dtype == grad.dtype else gradient.to(grad.dtype))
     _call_hooks(parameter)
 
 
