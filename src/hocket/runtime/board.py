@@ -151,7 +151,9 @@ class Board:
         """Say farewell and end the thread. A thread inside torch while Python shuts down would abort the process."""
         self._closed = True
         self._jobs.put(None)
-        self._thread.join(1.0)
+        # The garbage collector may call this from any thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(2.0)
 
     # --- the thread
 

@@ -199,8 +199,6 @@ class Watch:
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
         os.close(self.signals)
-        if not self._thread.is_alive():
-            os.close(self._reader)
 
     # --- what this rank is doing, as others are told
 
@@ -251,6 +249,7 @@ class Watch:
                 known_for += passed
                 if known_for > GRACE and self.verdict is None:
                     self._last_words(self.board.failure)
+        os.close(self._reader)
 
     def _sleep(self) -> None:
         """For a tick, or until a signal comes in."""
