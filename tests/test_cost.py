@@ -45,6 +45,7 @@ REFUSED = [
     ({"backward_weight": float("inf")}, r"backward_weight is inf"),
     ({"forward": "1"}, r"forward is '1'"),
     ({"forward": True}, r"forward is True"),
+    ({"forward": 10**400}, r"forward is 10+; give a finite number"),
     ({"forward": None}, r"forward is None"),
     ({"forward": []}, r"forward is empty; give one number, or one for each stage"),
     ({"static_bytes": []}, r"static_bytes is empty; give one number, or one for each rank"),
@@ -59,6 +60,11 @@ REFUSED = [
 def test_what_is_refused(fields: dict, text: str):
     with pytest.raises(ConfigError, match=text):
         CostModel(**fields)
+
+
+def test_from_mapping_refuses_what_is_none():
+    with pytest.raises(ConfigError, match=r"costs are \[1, 2\]; give a mapping like"):
+        CostModel.from_mapping([1, 2])
 
 
 def test_a_wrong_number_of_stages_is_refused_when_it_shows():

@@ -202,6 +202,10 @@ def test_csv_that_is_no_program(text: str, message: str):
         Program.from_csv(text)
 
 
+def test_csv_with_a_byte_order_mark():
+    assert Program.from_csv("\ufeff0F0,0B0\n") == Program.from_csv("0F0,0B0\n")
+
+
 @pytest.mark.parametrize(
     "text,message",
     [

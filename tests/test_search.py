@@ -160,6 +160,19 @@ def test_search_refused(options: dict, text: str):
         search(8, CostModel(), **{"ranks": 2, "microbatches": 4, **options})
 
 
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"schedules": "1f1b"}, r"schedules is '1f1b'; give a list of them: \['1f1b'\]"),
+        ({"stages_per_rank": [1, 0]}, r"stages_per_rank has 0; give whole numbers"),
+        ({"memory": "much"}, r"memory is 'much'; give a number, or one for each rank"),
+    ],
+)
+def test_compare_refused(options: dict, text: str):
+    with pytest.raises(ConfigError, match=text):
+        compare(ranks=2, microbatches=4, **options)
+
+
 def test_costs_of_a_share_are_one_number():
     with pytest.raises(ConfigError, match=r"forward has 2 numbers, where one is needed"):
         compare(CostModel([1, 2]), ranks=2, microbatches=2)

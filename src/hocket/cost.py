@@ -177,6 +177,8 @@ class CostModel:
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> CostModel:
         """The costs that a JSON object names; fields left out keep their defaults. Raises ConfigError."""
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f'costs are {mapping!r}; give a mapping like {{"forward": 2}}')
         known = [field.name for field in fields(cls)]
         for name in mapping:
             if name not in known:
@@ -198,7 +200,10 @@ def _number(name: str, value: Any) -> float | None:
         return None if name in ("bandwidth", "overlap_speedup") else _refuse(name, value)
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         return _refuse(name, value)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return _refuse(name, value)
     return number if math.isfinite(number) and number >= 0 else _refuse(name, value)
 
 

@@ -288,7 +288,9 @@ class Program:
     @classmethod
     def from_csv(cls, text: str) -> Program:
         """Read `to_csv`, or a compute-only file of torch, back; empty cells are idle steps. Raises ParseError."""
-        return cls._from_cells([[cell.strip() for cell in line.split(",")] for line in text.splitlines()])
+        # Some editors and spreadsheets begin a file with a byte order mark.
+        lines = text.removeprefix("\ufeff").splitlines()
+        return cls._from_cells([[cell.strip() for cell in line.split(",")] for line in lines])
 
     @classmethod
     def _from_cells(cls, rows: Iterable[Sequence[str]]) -> Program:

@@ -136,6 +136,11 @@ def expand(schedules: Schedules | None, stages_per_rank: Sequence[int]) -> list[
     """Configs to look at: those given as they are; for a bare name (default: every schedule that trains), every option
     that has a few values, and each number of stages per rank.
     """
+    if isinstance(schedules, str):
+        raise ConfigError(f"schedules is {schedules!r}; give a list of them: [{schedules!r}]")
+    for number in stages_per_rank:
+        if type(number) is not int or number < 1:
+            raise ConfigError(f"stages_per_rank has {number!r}; give whole numbers of at least 1")
     found: list[ScheduleConfig] = []
     for item in schedules if schedules is not None else [n for n in schedule_names() if n != "inference"]:
         if isinstance(item, str) and not item.lstrip().startswith("{"):
@@ -372,10 +377,13 @@ def _by_costs(n_layers: int, costs: CostModel, first: CostModel | None, last: Co
 
 def _limits(memory: Memory | None, ranks: int) -> tuple[float, ...]:
     """What each rank may hold; infinite where nothing is said."""
-    if memory is None or isinstance(memory, int | float):
-        limits = (math.inf if memory is None else float(memory),) * ranks
-    else:
-        limits = tuple(map(float, memory))
+    try:
+        if memory is None or isinstance(memory, int | float):
+            limits = (math.inf if memory is None else float(memory),) * ranks
+        else:
+            limits = tuple(map(float, memory))
+    except (TypeError, ValueError):
+        raise ConfigError(f"memory is {memory!r}; give a number, or one for each rank") from None
     if len(limits) != ranks:
         raise ConfigError(f"memory has {len(limits)} numbers for {ranks} ranks; give one number, or {ranks}")
     for number in limits:
