@@ -66,7 +66,11 @@ class _Any(Plain):
 
 
 def only_last(info: PipelineStageInfo) -> nn.Module:
-    return (_Last if info.is_last else _Any if info.current_stage == 1 else Plain)(info)
+    return (_Last if info.is_last else Plain)(info)
+
+
+def last_two(info: PipelineStageInfo) -> nn.Module:
+    return (_Last if info.is_last else _Any if info.current_stage == info.num_stages - 2 else Plain)(info)
 
 
 class KeywordsOnly(Plain):
@@ -141,7 +145,7 @@ CASES: dict[str, Case] = {
     "P36 targets go with their microbatch": Case(Plain, [Call((SEQUENCES,), targets=[0, 1, 2, 3])] * 2, length_matches),
     "P36 without targets the loss gets the index": Case(Plain, [Call((SEQUENCES,))] * 2, length_matches),
     "P38 every stage takes a keyword": Case(Everywhere, [Call((X,), {"pos": noise(8, 3)}, Y)]),
-    "P38 a keyword goes to those that take it": Case(only_last, [Call((X,), {"late": noise(8, 3), "factor": 2}, Y)]),
+    "P38 a keyword goes to those that take it": Case(last_two, [Call((X,), {"late": noise(8, 3), "factor": 2}, Y)]),
     "objects go whole": Case(Everywhere, [Call((X,), {"pos": noise(8, 3), "mask": Scale()}, Y)]),
     "keywords only": Case(KeywordsOnly, [Call((), {"input_ids": X, "attention_mask": X[..., 0] > 0}, Y)]),
     "nested arguments and targets": Case(
@@ -246,10 +250,10 @@ def test_ranks_need_only_pass_what_their_stages_need() -> None:
         if info.has_first_stage:
             info.schedule.step(X)
         else:
-            info.schedule.step(targets=Y, late=Y, factor=2)
+            info.schedule.step(targets=Y, late=Y)
         return [p.grad for p in modules[0].parameters()]
 
-    case = Case(only_last, [Call((X,), {"late": Y, "factor": 2}, Y)])
+    case = Case(only_last, [Call((X,), {"late": Y}, Y)])
 
     def whole(info: PipelineStageInfo) -> nn.Module:
         return _Last(info) if info.is_last else Plain(info)

@@ -85,6 +85,7 @@ def build_schedule(
         try:
             config = parse_schedule(schedule_config)
             _check_arguments(config, n_microbatches, loss_fn, loss_reduction, init)
+            _check_types(model_provider, loss_fn, tied, seed)
             program = lower(build(config, ranks=ranks, microbatches=n_microbatches))
             verify(program)
         except HocketError as error:
@@ -118,6 +119,17 @@ def _check_arguments(config: ScheduleConfig, count: int, loss_fn: Any, reduction
         raise ConfigError(
             f"schedule {config.schedule!r} trains, but loss_fn is None; give loss_fn, or use InferenceConfig"
         )
+
+
+def _check_types(provider: Any, loss_fn: Any, tied: Any, seed: Any) -> None:
+    if not callable(provider):
+        raise ConfigError(f"model_provider is {provider!r}; give a function that makes the module of a stage")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {loss_fn!r}; give a function loss_fn(outputs, target)")
+    if tied is not None and not isinstance(tied, Mapping):
+        raise ConfigError(f"tied is {tied!r}; give a mapping of names, {{copy: source}}")
+    if seed is not None and type(seed) is not int:
+        raise ConfigError(f"seed is {seed!r}; give a whole number, or None for torch.initial_seed()")
 
 
 def _facts(

@@ -210,7 +210,8 @@ class Executor:
 
     def _blame(self, error: Exception) -> PipelineError:
         """The error that names where this rank was."""
-        action, text = self.current, f"{type(error).__name__}: {error}"
+        action = self.current
+        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         if action is None:
             return PeerError(f"rank {self.rank}, end of the step: a message could not be sent: {text}")
         place = self._place()

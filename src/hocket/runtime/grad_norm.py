@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from numbers import Real
 
 import torch
 from torch import nn
@@ -30,8 +31,9 @@ def clip_grad_norm_(
     Raises PipelineError on all ranks, naming those whose gradients are not finite, if `error_if_nonfinite`; else such
     a norm is returned as it is, and gradients are scaled with it as torch.nn.utils.clip_grad_norm_ does.
     """
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm is {max_norm}; give a number above 0")
+    for name, number in ("max_norm", max_norm), ("norm_type", norm_type):
+        if not isinstance(number, Real) or not number > 0:
+            raise ConfigError(f"{name} is {number!r}; give a number above 0")
     parameters = [p for p in _parameters(modules) if p.grad is not None]
     mine = _norm_power([p.grad for p in parameters if p.grad is not None and not is_copy(p)], norm_type)
     powers = [row[0] for row in gather_numbers([mine], group_of(mesh))]
@@ -51,6 +53,11 @@ def _parameters(modules: Iterable[nn.Module] | nn.Module) -> Iterator[nn.Paramet
     """Each parameter of this rank once, also if several stages share it."""
     seen: set[int] = set()
     for module in [modules] if isinstance(modules, nn.Module) else modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"clip_grad_norm_ got a {type(module).__name__} among its modules; pass this rank's modules as "
+                "build_schedule returned them, not their parameters"
+            )
         for parameter in module.parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))

@@ -6,8 +6,11 @@ shapes of everything in the step, so that messages need to tell their layouts on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils import _pytree
@@ -19,7 +22,7 @@ from hocket.runtime.p2p import Transport
 from hocket.runtime.stage import Stage
 
 Key = tuple[tuple[int, ...], ...]
-"""For each rank: train, microbatches, batch size, shapes, sizes."""
+"""For each rank: train, microbatches, batch size, shapes, sizes, keywords taken."""
 
 _UNKNOWN = -1
 
@@ -42,13 +45,21 @@ class Intake:
         self._stages, self._transport, self._split = stages, transport, split
         self._rank, self._first_rank, self._loss_rank = rank, first_rank, loss_rank
         self._sizes: dict[Key, tuple[int, ...]] = {}
+        self._taken = _bits_taken(stages.values())
+        self._warned: set[str] = set()
 
     def forget(self) -> None:
         """Drop what was remembered of steps before: after a failure ranks may differ in it."""
         self._sizes.clear()
 
     def agree(
-        self, train: bool, count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
+        self,
+        train: bool,
+        count: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_scale: float | torch.Tensor = 1.0,
     ) -> tuple[int, Batch, Key]:
         """What all ranks hold of this step: the number of microbatches, the batch, and the key of its shapes.
 
@@ -57,6 +68,7 @@ class Intake:
         problem: HocketError | None = None
         claim = Batch(None, None)
         try:
+            _check_training(train, loss_scale)
             self._check(count, args, kwargs)
             claim = self._claim(args, kwargs, targets, count)
         except ConfigError as error:
@@ -66,8 +78,10 @@ class Intake:
         flags = [[m.training, *(p.requires_grad for p in m.parameters())] for m in modules]
         shapes = signature((args, kwargs, flags, _autocast_state()), targets)
         size = _UNKNOWN if claim.size is None else claim.size
-        rows = agree(self._transport, problem, [train, count, size, shapes, hash(claim.sizes or 0)])
+        rows = agree(self._transport, problem, [train, count, size, shapes, hash(claim.sizes or 0), self._taken])
         _refuse_differences(rows)
+        if kwargs:
+            self._warn_of_untaken(rows, kwargs)
         key = tuple(map(tuple, rows))
         known = [row[2] for row in rows if row[2] != _UNKNOWN]
         total = known[0] if known else None
@@ -77,6 +91,20 @@ class Intake:
         if not train and total is not None:
             count = min(count, max(total, 1))
         return count, Batch(total, None), key
+
+    def _warn_of_untaken(self, rows: Sequence[Sequence[int]], kwargs: Mapping[str, Any]) -> None:
+        """A keyword that no stage of any rank takes is most likely misspelt. A warning: batches may hold more."""
+        taken = 0
+        for row in rows:
+            taken |= row[5]
+        names = [name for name in kwargs if _bits([name]) & ~taken and name not in self._warned]
+        if names:
+            self._warned.update(names)
+            warnings.warn(
+                f"no stage takes the keyword argument {', '.join(map(repr, names))}, so nothing is done with it; "
+                "correct its name, leave it out, or name it in the forward of the stages that need it",
+                stacklevel=5,
+            )
 
     def divide(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, count: int, batch: Batch, known: bool
@@ -136,6 +164,37 @@ class Intake:
             mine = torch.tensor(sizes if sizes and self._rank == owner else [0] * count)
             remember(self._sizes, key, tuple(self._transport.broadcast(mine, owner).tolist()))
         return self._sizes[key]
+
+
+def _check_training(train: bool, loss_scale: Any) -> None:
+    if train and not torch.is_grad_enabled():
+        raise ConfigError(
+            "step runs backward, but gradients are switched off here, by torch.no_grad or inference_mode; "
+            "call step outside of it, or evaluate for the forward alone"
+        )
+    if isinstance(loss_scale, torch.Tensor):
+        if loss_scale.numel() != 1:
+            raise ConfigError(f"loss_scale is a tensor of shape {list(loss_scale.shape)}; give one number")
+    elif not isinstance(loss_scale, Real):
+        raise ConfigError(f"loss_scale is {loss_scale!r}; give a number, or a tensor of one")
+
+
+def _bits(names: Iterable[str]) -> int:
+    """A set of names in one number. Two names may share a bit: then a name that no stage takes can pass unseen."""
+    bits = 0
+    for name in names:
+        bits |= 1 << crc32(name.encode()) % 62
+    return bits
+
+
+def _bits_taken(stages: Iterable[Stage]) -> int:
+    """The keywords that these stages take; all bits if one of them takes any."""
+    bits = 0
+    for stage in stages:
+        if stage.keywords is None:
+            return -1
+        bits |= _bits(stage.keywords)
+    return bits
 
 
 class Upstream:

@@ -94,10 +94,10 @@ class PipelineSchedule:
     ) -> StepResult:
         """Run the schedule once: forward and backward of every microbatch, gradients added to `.grad`.
 
-        Positional arguments feed stage 0, keyword arguments every stage that takes them; tensors are divided on
-        dimension 0 unless `split` says otherwise. `loss_scale` multiplies before backward; the loss reported is without
-        it. Raises ConfigError on all ranks for input that cannot work, before anything is sent, and StageError for what
-        the user's code raises.
+        Positional arguments feed stage 0, keyword arguments every stage that takes them; tensors as long as the batch
+        are divided on dimension 0 and all else goes whole, unless `split` says otherwise. `loss_scale` multiplies
+        before backward; the loss reported is without it. Raises ConfigError on all ranks for input that cannot work,
+        before anything is sent, and StageError for what the user's code raises.
         """
         count = self.n_microbatches if n_microbatches is None else n_microbatches
         train = self.program.has_backward
@@ -228,7 +228,7 @@ class PipelineSchedule:
         return_outputs: bool,
     ) -> StepResult:
         begun = time.perf_counter()
-        count, batch, key = self._intake.agree(train, count, args, kwargs, targets)
+        count, batch, key = self._intake.agree(train, count, args, kwargs, targets, loss_scale)
         layouts = None if self._options.dynamic_shapes else self._layouts.get(key)
         upstream = Upstream()
         if train:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -69,6 +71,7 @@ class LossCollector:
         self.loss_fn, self.targets, self.weights, self.scale = loss_fn, targets, weights, scale
         self.optional = optional
         self._names: Collection[str] | None = None
+        self._cut = 0
         self.losses: list[torch.Tensor | None] = [None] * len(weights)
         self.metrics: list[Mapping[str, Any]] = [{}] * len(weights)
         self.outputs: list[Any] | None = [None] * len(weights) if keep_outputs else None
@@ -80,17 +83,24 @@ class LossCollector:
             return None
         try:
             loss = self.loss_fn(output, microbatch if self.targets is None else self.targets[microbatch])
-        except Exception:
-            if not self.optional:
-                raise
-            self.loss_fn = None
-            return None
+        except Exception as error:
+            if self.optional:
+                self.loss_fn = None
+                return None
+            if self.targets is None:
+                error.add_note(
+                    "this call has no targets on the rank of the last stage, so loss_fn got the microbatch's index in "
+                    "their place; pass targets=..."
+                )
+            raise
         metrics: Mapping[str, Any] = {}
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping):
             loss, metrics = loss
         self._note(microbatch, metrics)
         _check_scalar(loss)
         self.losses[microbatch] = loss.detach()
+        if not loss.requires_grad and any(_requires_grad(leaf) for leaf in pytree.tree_leaves(output)):
+            self._cut += 1
         return loss * (self.weights[microbatch] * self.scale)
 
     def _note(self, microbatch: int, metrics: Mapping[str, Any]) -> None:
@@ -103,10 +113,23 @@ class LossCollector:
                 f"loss_fn returned the metrics {sorted(metrics)}, but {sorted(self._names)} for a microbatch before; "
                 "return the same names for all"
             )
+        for name, value in metrics.items():
+            if not isinstance(value, (torch.Tensor, Number)) and not hasattr(value, "__array__"):
+                raise ConfigError(
+                    f"loss_fn returned {value!r} for the metric {name!r}; return a number or a tensor, of which a mean "
+                    "over the microbatches can be taken"
+                )
         self.metrics[microbatch] = {name: _detached(value) for name, value in metrics.items()}
 
     def finish(self, result: StepResult) -> None:
         """Write the batch's loss and metrics into `result`."""
+        if self._cut == len(self.weights):
+            # Of some microbatches only it is legitimate: those without a valid token, say.
+            warnings.warn(
+                "the loss of no microbatch requires grad, though the outputs do, so this step trains nothing; "
+                "does loss_fn detach them, or make a number of them?",
+                stacklevel=4,
+            )
         if self.loss_fn is not None:
             result.losses = [loss for loss in self.losses if loss is not None]
             result.weights = self.weights
@@ -150,6 +173,10 @@ def _weighted(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 def _detached(value: Any) -> Any:
     return pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _check_scalar(loss: Any) -> None:

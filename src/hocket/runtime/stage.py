@@ -64,7 +64,9 @@ class Stage:
         self.final_microbatch = -1
         """The microbatch whose backward is the stage's last of the step."""
         self._signature = inspect.signature(_innermost(module).forward)
-        self.takes = _keyword_filter(self._signature)
+        self.keywords = _keywords(self._signature)
+        """The keyword arguments that the module's forward names; None if it has `**kwargs` and takes any."""
+        self.takes = _keyword_filter(self.keywords)
         """Those of a step's keyword arguments that the module's forward names, or all if it has `**kwargs`."""
 
     def forward(
@@ -171,11 +173,16 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _keyword_filter(signature: inspect.Signature) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _keywords(signature: inspect.Signature) -> frozenset[str] | None:
     parameters = signature.parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def _keyword_filter(names: frozenset[str] | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    if names is None:
         return dict
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return lambda kwargs: {name: value for name, value in kwargs.items() if name in names}
 
 
