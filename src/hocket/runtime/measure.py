@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def trace_of(executor: Executor, transport: Transport | None, *, all_ranks: bool
 
 
 def _assemble(
-    executor: Executor, spans: dict[int, Sequence[tuple[float, float]]], waited: dict[int, float]
+    executor: Executor, spans: Mapping[int, Sequence[tuple[float, float]]], waited: dict[int, float]
 ) -> StepTrace:
     program, events = executor.program, []
     for rank, moments in spans.items():
