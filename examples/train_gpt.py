@@ -221,7 +221,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     pipeline.add_argument("--microbatches", type=count, default=4, help="slices of the batch")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, default=500, help="optimizer steps")
+    training.add_argument("--steps", type=count, default=800, help="optimizer steps")
     training.add_argument("--batch", type=count, default=8, help="passages of text in a step")
     training.add_argument("--context", type=count, default=128, help="bytes in a passage")
     training.add_argument("--lr", type=float, default=5e-3, help="highest learning rate")
