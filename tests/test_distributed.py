@@ -133,7 +133,7 @@ def test_torchrun_runs_a_script(tmp_path: Path):
     script.write_text(
         "import os, sys, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
-        "print('rank', dist.get_rank(), 'of', dist.get_world_size(), sys.argv[1])\n"
+        "os.write(1, f'rank {dist.get_rank()} of {dist.get_world_size()} {sys.argv[1]}\\n'.encode())\n"
         "dist.destroy_process_group()\n"
         "sys.exit(int(sys.argv[1]))\n"
     )

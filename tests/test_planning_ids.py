@@ -29,4 +29,4 @@ def test_p105_a_planner_that_shows_memory_beside_time() -> None:
     gpipe = next(row for row in rows if row.config.schedule == "gpipe")
     leanest = min((row for row in rows if row.config.schedule == "1f1b"), key=lambda row: row.peak_in_flight)
     assert (gpipe.peak_in_flight, leanest.peak_in_flight) == (512, 4)
-    assert gpipe.makespan == leanest.makespan > leanest.lower_bound
+    assert gpipe.makespan > leanest.makespan >= leanest.lower_bound
