@@ -65,10 +65,6 @@ class Panel:
         return 1 + max((event.action.stage for row in self.rows for event in row), default=-1)
 
     @cached_property
-    def num_events(self) -> int:
-        return sum(map(len, self.rows))
-
-    @cached_property
     def ops(self) -> tuple[Op, ...]:
         """The ops that occur, in their order of definition."""
         return tuple(sorted({event.action.op for row in self.rows for event in row}))
