@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,12 +126,12 @@ class BackwardSplitter:
         queue = self._queues.get(key)
         if queue is not None:
             with collecting(queue, backward=True), queue.holding_hooks(self._parameters()):
-                torch.autograd.backward(roots, grads)
+                _backward(roots, grads)
         elif split and (division := cut(roots, inputs)) is not None and division.late:
             run_first(division, roots, grads)
             self._cuts[key] = division
         else:
-            torch.autograd.backward(roots, grads)
+            _backward(roots, grads)
         return [_take_grad(leaf) for leaf in inputs]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -138,6 +139,16 @@ class BackwardSplitter:
             for parameter in layer._parameters.values():
                 if parameter is not None:
                     yield parameter
+
+
+# A private name of torch, old and used by others: torch.autograd.backward without its checks of the gradients' shapes,
+# which take as long as the backward of a small layer. Here each gradient was made for its output.
+_run_engine: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+
+
+def _backward(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    grads = tuple([torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)])
+    _run_engine(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _take_grad(leaf: torch.Tensor) -> torch.Tensor | None:

@@ -201,6 +201,8 @@ class Executor:
                 work.wait()
         self.waiting = None
         self._sending.clear()
+        if self.transport:
+            self.transport.let_go()
 
     def _place(self) -> str:
         action = self.current

@@ -31,7 +31,7 @@ Name = tuple[Op, int, int]
 """A message: (kind, producing stage, microbatch), as in `hocket.program.message`."""
 
 # Gloo tags. The tail of a long header has its own: its receive is posted after those of later headers.
-_TENSORS, _HEADER, _HEADER_TAIL = 11, 12, 13
+_TENSORS, _HEADER, _HEADER_TAIL, _GATHER = 11, 12, 13, 14
 _HEADER_BYTES = 512
 
 
@@ -90,6 +90,7 @@ class Transport:
         self.watch.group, self.watch.waiting = made, None
         self._incoming: dict[int, deque[_Incoming]] = {}
         self._ready: dict[Name, _Incoming] = {}
+        self._taken: list[Work] | None = None
 
     def open(self, edges: Iterable[tuple[int, int]]) -> None:
         """Make the directed channels (source, target) of the program ready; all ranks give the same edges."""
@@ -162,7 +163,14 @@ class Transport:
         assert message.tensors is not None
         for work in message.works:
             work.wait()
+        # Until the next message: gloo's thread may still be at the end of this receive, and the one who lets go of it
+        # waits for that.
+        self._taken = message.works
         return message.layout, message.tensors
+
+    def let_go(self) -> None:
+        """At the end of a step: nothing of its messages stays."""
+        self._taken = None
 
     def _start_until(self, peer: int, wanted: _Incoming) -> None:
         """Start the receives of this channel, in order, up to `wanted` and as far as layouts are known."""
@@ -198,15 +206,35 @@ class Transport:
         """Drop what a failed step left behind."""
         self._incoming.clear()
         self._ready.clear()
+        self._taken = None
 
     # --- control
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control message of a step."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = torch.empty(self.size * len(numbers), dtype=torch.int64)
-        self._all_gather(everyone, mine)
-        return everyone.view(self.size, len(numbers)).tolist()
+        """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control message of a step.
+
+        Up a binomial tree to rank 0, and down again. Other ranks end their steps before rank 0 does, which begins the
+        next: theirs are there when it comes, and unlike in an all-gather it waits for nobody.
+        """
+        rows = torch.zeros(self.size, len(numbers), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(numbers)
+        # The subtree of a rank is itself and those up to its lowest bit.
+        span = self.rank & -self.rank or self.size
+        children = [self.rank + (1 << i) for i in range(span.bit_length()) if 1 << i < min(span, self.size - self.rank)]
+        self.watch.waiting = Wait("all ranks to come to this call")
+        for work in [self.control.recv([rows[c : c + (c & -c)]], c, _GATHER) for c in children]:
+            work.wait()
+        works: list[Work] = []
+        if self.rank:
+            parent, mine = self.rank - span, rows[self.rank : self.rank + span]
+            works.append(self.control.send([mine], parent, _GATHER))
+            rows = torch.empty_like(rows)
+            self.control.recv([rows], parent, _GATHER).wait()
+        works += [self.control.send([rows], child, _GATHER) for child in reversed(children)]
+        for work in works:
+            work.wait()
+        self.watch.waiting = None
+        return rows.tolist()
 
     def gather_floats(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's `numbers` (float64, equally many on each), by rank."""

@@ -101,13 +101,16 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weights(module: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Module]]:
-    """The trainable parameters whose gradients are products, by id, with a module that owns them."""
+    """The trainable parameters whose gradients take time, by id, with a module that owns them.
+
+    Those are products, so no vectors; unless a registered type says that its vector is its weight.
+    """
     return {
         id(p): (p, owner)
         for owner in module.modules()
         if not isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-        for p in owner.parameters(recurse=False)
-        if p.requires_grad and p.dim() > 1
+        for name, p in owner.named_parameters(recurse=False)
+        if p.requires_grad and (p.dim() > 1 or ((rule := rule_of(owner)) and name == rule.parameters[0]))
     }
 
 

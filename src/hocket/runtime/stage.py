@@ -26,12 +26,15 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-        return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+        return leaf.data  # counts its in-place changes by itself; `detach()` would be a view to autograd
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
         return grads[0]
+
+
+_SMALL = 1 << 16
+"""Bytes up to which a copy takes less time than the Function above."""
 
 
 class Received(NamedTuple):
@@ -111,7 +114,8 @@ class Stage:
                 leaf = tensors[index].requires_grad_()
                 saved.leaves.append(leaf)
                 # The stage before still holds a tensor that it handed over; in-place ops must not reach it.
-                tensors[index] = leaf.clone() if received.local else _Entry.apply(leaf)
+                copied = received.local or leaf.nbytes <= _SMALL
+                tensors[index] = leaf.clone() if copied else _Entry.apply(leaf)
         return as_call(unpack(received.layout, tensors))
 
     def leave(self, microbatch: int, output: Any) -> tuple[Layout, list[torch.Tensor]]:
