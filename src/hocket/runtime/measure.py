@@ -45,8 +45,9 @@ class StepTrace:
         """Seconds that `rank` computed."""
         return sum(e.end - e.start for e in self.events if e.rank == rank)
 
-    def ideal_makespan(self) -> float:
-        """The makespan of the same program at the median time of each op and stage, with messages that take none.
+    def ideal_makespan(self, hop_latency: float = 0.0) -> float:
+        """The makespan of the same program at the median time of each op and stage; a message takes `hop_latency`
+        seconds.
 
         Needs the events of all ranks; where some are missing their stages count nothing.
         """
@@ -57,7 +58,7 @@ class StepTrace:
         compute = [
             [statistics.median(seconds.get((Op(op), stage), [0.0])) for stage in range(stages)] for op in range(4)
         ]
-        result = replay(self.program, Durations(compute, [[0.0] * stages] * 2))
+        result = replay(self.program, Durations(compute, [[hop_latency] * stages] * 2))
         return max(ends[-1] for ends in result.end if ends)
 
     def report(self) -> str:
