@@ -18,7 +18,7 @@ from torch import nn
 
 from hocket.runtime import build_schedule
 
-SHAPE = (4, 16)
+SHAPE, COUNT = (4, 16), 32
 CONFIGS = [
     {"schedule": "gpipe"},
     {"schedule": "1f1b"},
@@ -55,10 +55,9 @@ def measure(rank: int, config: dict[str, Any], count: int, rounds: int, cpu: boo
         "bare": lambda: bare.step(pieces, targets),
         "hocket": lambda: info.schedule.step(x, targets=y),
     }
-    if program.num_ranks > 1:
-        theirs = torch_schedule(config, count, {i: Scale() for i in mine}, program.num_stages, mse)
-        first, last = info.has_first_stage, info.has_last_stage
-        candidates["torch"] = lambda: theirs.step(*([x] if first else []), target=y if last else None)
+    theirs = torch_schedule(config, count, {i: Scale() for i in mine}, program.num_stages, mse)
+    first, last = info.has_first_stage, info.has_last_stage
+    candidates["torch"] = lambda: theirs.step(*([x] if first else []), target=y if last else None)
     actions = sum(len(a.computes) for a in program.ranks[rank])
     return {
         name: median(s) / actions * 1e6
@@ -76,8 +75,7 @@ def main() -> None:
     rows = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         for config in CONFIGS:
-            count = 2 * ranks * 4
-            found = run_distributed(measure, ranks, config, count, 5 if quick else 25, args.cpu, timeout=300)[0]
+            found = run_distributed(measure, ranks, config, COUNT, 5 if quick else 25, args.cpu, timeout=300)[0]
             bare, ours, theirs = found["bare"], found["hocket"], found.get("torch")
             rows.append(
                 [

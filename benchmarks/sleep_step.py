@@ -193,7 +193,8 @@ def main() -> None:
             ours = f["hocket"]
             name = " ".join(map(str, config.values()))
             ratios = [ours / f["bare"], ours / f["torch"], f["over simulated"], ours / f["nominal"]]
-            rows.append([f"{ranks}x{count}", name, f"{ours * 1e3:.0f}", f"{f['torch'] / f['nominal']:.3f}", *(f"{r:.3f}" for r in ratios)])
+            torch_over = f"{f['torch'] / f['nominal']:.3f}"
+            rows.append([f"{ranks}x{count}", name, f"{ours * 1e3:.0f}", torch_over, *(f"{r:.3f}" for r in ratios)])
             print(rows[-1], flush=True)
     head = ["size", "schedule", "hocket ms", "torch/nominal", "/bare", "/torch", "/simulated", "/nominal"]
     print(table(head, rows))
