@@ -248,3 +248,15 @@ def test_make_is_deterministic() -> None:
     case = Case(Block)
     for p, q in zip(make(case).parameters(), make(case).parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_forward_that_differentiates_by_a_deferred_weight_is_told_what_to_do() -> None:
+    """Autograd's own message says nothing of why the weight is not in the graph."""
+    module = linear()
+    splitter = BackwardSplitter(module, split=True)
+    with pytest.raises(RuntimeError) as found, splitter.forward_scope(0):
+        torch.autograd.grad(module(torch.randn(2, WIDTH)).sum(), module.weight)
+    assert "call nn.functional.linear(x, layer.weight, layer.bias)" in found.value.__notes__[0]
+    with splitter.forward_scope(0):
+        y = nn.functional.linear(torch.randn(2, WIDTH), module.weight)
+        torch.autograd.grad(y.sum(), module.weight)

@@ -9,6 +9,7 @@ from hocket.runtime.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from hocket.runtime.deferred import register_deferred
 from hocket.runtime.finite import check_finite
 from hocket.runtime.full_state import load_full_state_dict
 from hocket.runtime.grad_norm import clip_grad_norm_
@@ -41,5 +42,6 @@ __all__ = [
     "load_checkpoint",
     "load_full_state_dict",
     "parameter_groups",
+    "register_deferred",
     "save_checkpoint",
 ]

@@ -181,6 +181,14 @@ def collecting(queue: WeightQueue, *, backward: bool = False) -> Generator[None]
         _in_backward = queue
     try:
         yield
+    except RuntimeError as error:
+        if not backward and "have been used in the graph" in str(error):
+            error.add_note(
+                "under schedules with I and W the weights of nn.Linear and of registered types are not in the graph; "
+                "where forward differentiates with respect to one, call nn.functional.linear(x, layer.weight, "
+                "layer.bias) in place of layer(x)"
+            )
+        raise
     finally:
         _local.queue = before
         if backward:

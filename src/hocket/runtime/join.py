@@ -13,6 +13,9 @@ from hocket.runtime.failure import names
 
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _PREFIX = "hocket/joined"
+_ABSENT, _READ = "absent", "read/"
+_GRACE = 5.0
+"""Seconds that rank 0 waits for the others to read who is absent."""
 
 
 def init_process_group(backend: str | None = None, *, join_timeout: float = 300.0, timeout: float = 1800.0) -> None:
@@ -58,12 +61,22 @@ def _store(rank: int, size: int, seconds: float) -> dist.Store:
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, seconds: float) -> list[int]:
-    """The ranks that have not joined after `seconds`."""
+    """The ranks that have not joined when the first of those here has waited for `seconds`."""
     store.set(str(rank), "1")
     everyone = [str(r) for r in range(size)]
     end = time.monotonic() + seconds
-    while not store.check(everyone):
-        if time.monotonic() > end:
-            return [r for r in range(size) if not store.check([str(r)])]
+    while not (given_up := store.check([_ABSENT])) and not store.check(everyone):
+        absent = time.monotonic() > end and ",".join(r for r in everyone if not store.check([r]))
+        if absent:
+            store.compare_set(_ABSENT, "", absent)  # the first to give up says it for all
         time.sleep(0.05)
-    return []
+    if not given_up:
+        return []
+    missing = [int(r) for r in store.get(_ABSENT).decode().split(",")]
+    # Rank 0 may host the store: it stays until the others have read.
+    store.set(f"{_READ}{rank}", "1")
+    here = [f"{_READ}{r}" for r in range(size) if r not in missing]
+    end = time.monotonic() + _GRACE
+    while rank == 0 and not store.check(here) and time.monotonic() < end:
+        time.sleep(0.05)
+    return missing

@@ -209,7 +209,8 @@ class PipelineSchedule:
 
     def describe(self) -> str:
         """The schedule, and for each stage of this rank how its backward is split, and why."""
-        lines = [f"{self.config.schedule}, {self.program.num_ranks} ranks, {self.program.num_stages} stages"]
+        ranks, stages = self.program.num_ranks, self.program.num_stages
+        lines = [f"{self.config.schedule}, {ranks} rank{'s'[: ranks != 1]}, {stages} stage{'s'[: stages != 1]}"]
         for index, stage in self._stages.items():
             choice = stage.splitter.choice
             lines.append(f"stage {index}: {choice.method.value}: {choice.reason}")
