@@ -50,9 +50,8 @@ def measure(rank: int, config: dict[str, Any], count: int, rounds: int, cpu: boo
     mine = dict(zip(program.placement.stages_of(rank), modules, strict=True))
     x, y = torch.randn(count * SHAPE[0], SHAPE[1]), torch.randn(count * SHAPE[0], SHAPE[1])
     bare = BareLoop(program, rank, Autograd(mine, program.num_stages - 1, mse, count), SHAPE)
-    pieces, targets = x.chunk(count), y.chunk(count)
     candidates = {
-        "bare": lambda: bare.step(pieces, targets),
+        "bare": lambda: bare.step(x.chunk(count), y.chunk(count)),
         "hocket": lambda: info.schedule.step(x, targets=y),
     }
     theirs = torch_schedule(config, count, {i: Scale() for i in mine}, program.num_stages, mse)

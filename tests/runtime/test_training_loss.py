@@ -194,6 +194,40 @@ def test_p108_bool_and_bf16_losses_and_flags() -> None:
     assert rows[0][3]["embed.weight"].equal(rows[1][3]["lm_head.weight"])
 
 
+class Careless(torch.autograd.Function):
+    """The identity; its backward writes into the gradient that it was given, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        result = grads[0].clone()
+        grads[0].zero_()
+        return result
+
+
+@pytest.mark.parametrize("scale", [0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+def test_a_backward_that_writes_into_its_gradient_harms_no_other_microbatch(scale: Any) -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    found = []
+    for careless in (False, True):
+        torch.manual_seed(0)
+        loss = lambda out, target: (Careless.apply if careless else torch.clone)(nn.functional.mse_loss(out, target))  # noqa: B023, E731
+        info, modules = build_schedule(None, 4, "gpipe", lambda stage: nn.Linear(4, 4), loss)
+        info.schedule.step(x, targets=y, loss_scale=scale)
+        found.append(modules[0].weight.grad)
+    assert torch.equal(found[0], found[1])
+    assert found[0].abs().sum() > 0
+
+
+def test_a_complex_loss_is_refused() -> None:
+    info, _ = build_schedule(None, 2, "gpipe", lambda stage: nn.Linear(4, 4), lambda out, target: out.sum() * 1j)
+    with pytest.raises(ConfigError, match=r"loss of torch\.complex64; return a real one"):
+        info.schedule.step(torch.randn(4, 4), targets=torch.zeros(4))
+
+
 # ---- groups and frozen parts -----------------------------------------------------------------------------------------
 
 

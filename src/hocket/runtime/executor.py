@@ -24,9 +24,11 @@ Name = tuple[Op, int, int]
 
 
 class Objective(Protocol):
-    """What happens to the last stage's output of a microbatch: gives the tensor that backward starts from, if any."""
+    """What happens to the last stage's output of a microbatch: gives what backward starts from, if anything: a loss
+    and its gradient.
+    """
 
-    def __call__(self, microbatch: int, output: Any) -> torch.Tensor | None: ...
+    def __call__(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
 
 @dataclass
@@ -263,9 +265,9 @@ class Executor:
         if index == self.last:
             root = plan.objective(microbatch, output) if plan.objective else None
             if root is not None and plan.train:
-                stage.root(microbatch, root)
+                stage.root(microbatch, *root)
             if self.hooks:
-                self._announce("after", action, _tensors_of((output, root)))
+                self._announce("after", action, _tensors_of((output, root and root[0])))
             return
         layout, tensors = stage.leave(microbatch, output)
         if self.hooks:

@@ -208,6 +208,8 @@ class Upstream:
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with leaves of their own in the place of such tensors."""
+        if not kwargs and all(type(value) is torch.Tensor and value.grad_fn is None for value in args):
+            return args, kwargs
         leaves, structure = _pytree.tree_flatten((args, kwargs))
         if not any(_is_computed(leaf) for leaf in leaves):
             return args, kwargs

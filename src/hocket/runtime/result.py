@@ -53,10 +53,11 @@ class StepResult:
 
 
 class LossCollector:
-    """Turns the last stage's output of each microbatch into the tensor that backward starts from.
+    """Turns the last stage's output of each microbatch into the loss that backward starts from, and its gradient.
 
-    weights: what each microbatch's loss counts in the batch's; `scale` multiplies before backward only. With `optional`
-    there is no loss if loss_fn raises.
+    weights: what each microbatch's loss counts in the batch's; `scale` multiplies before backward only. The gradient is
+    the product of both: as good as a loss multiplied by it, without the multiplications. With `optional` there is no
+    loss if loss_fn raises.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class LossCollector:
         self.metrics: list[Mapping[str, Any]] = [{}] * len(weights)
         self.outputs: list[Any] | None = [None] * len(weights) if keep_outputs else None
 
-    def __call__(self, microbatch: int, output: Any) -> torch.Tensor | None:
+    def __call__(self, microbatch: int, output: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.outputs is not None:
             self.outputs[microbatch] = _detached(output)
         if self.loss_fn is None:
@@ -98,10 +99,17 @@ class LossCollector:
             loss, metrics = loss
         self._note(microbatch, metrics)
         _check_scalar(loss)
-        self.losses[microbatch] = loss.detach()
+        self.losses[microbatch] = value = loss.detach()
         if not loss.requires_grad and any(_requires_grad(leaf) for leaf in pytree.tree_leaves(output)):
             self._cut += 1
-        return loss * (self.weights[microbatch] * self.scale)
+        return loss, self._seed(value, self.weights[microbatch])
+
+    def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+        """The gradient of `loss`. Each microbatch has its own: a backward that changes it in place harms no other."""
+        factor = weight * self.scale
+        if isinstance(factor, torch.Tensor):
+            return torch.ones_like(loss) * factor.detach().reshape(()).to(loss)
+        return torch.full_like(loss, factor)
 
     def _note(self, microbatch: int, metrics: Mapping[str, Any]) -> None:
         if self._names is None:
@@ -188,3 +196,5 @@ def _check_scalar(loss: Any) -> None:
         raise ConfigError(
             f"loss_fn returned a tensor of shape {tuple(loss.shape)}; return a scalar: reduce it with .mean() or .sum()"
         )
+    if loss.is_complex():
+        raise ConfigError(f"loss_fn returned a loss of {loss.dtype}; return a real one: take .real or .abs() of it")

@@ -48,11 +48,13 @@ class Received(NamedTuple):
 class Saved:
     """What backward of one microbatch needs: the inputs and the outputs that require grad, in their layouts' order."""
 
-    __slots__ = ("leaves", "outputs")
+    __slots__ = ("leaves", "outputs", "seeds")
 
     def __init__(self) -> None:
         self.leaves: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
+        self.seeds: list[torch.Tensor] = []
+        """The outputs' gradients, where no other stage sends them."""
 
 
 class Stage:
@@ -131,12 +133,14 @@ class Stage:
     def _buffer_storages(self) -> set[int]:
         return {_storage(buffer) for buffer in self.module.buffers() if buffer.numel()}
 
-    def root(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Let backward of this microbatch start from `loss`."""
-        self.saved[microbatch].outputs = [loss] if loss.requires_grad else []
+    def root(self, microbatch: int, loss: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Let backward of this microbatch start from `loss`, with that gradient."""
+        if loss.requires_grad:
+            saved = self.saved[microbatch]
+            saved.outputs, saved.seeds = [loss], [gradient]
 
     def backward_full(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        """B. Gradients of the outputs in (None: the loss itself is the output), of the inputs out."""
+        """B. Gradients of the outputs in (None: this stage has the loss), of the inputs out."""
         return self._backward(self.splitter.backward_full, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
@@ -157,7 +161,7 @@ class Stage:
         found: Sequence[torch.Tensor | None] = [None] * len(saved.leaves)
         self.sync.before_backward(microbatch == self.final_microbatch)
         if saved.outputs:
-            found = run(microbatch, saved.outputs, gradients or [None] * len(saved.outputs), saved.leaves)
+            found = run(microbatch, saved.outputs, gradients or saved.seeds, saved.leaves)
         else:
             self.splitter.discard(microbatch)
         return [
