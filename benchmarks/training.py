@@ -10,7 +10,6 @@ and the first step over a later one.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,10 +73,13 @@ def data(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size), torch.randn(size)
 
 
-def alone(rank: int, name: str, rounds: int) -> float:
-    """Seconds of one process that accumulates the same microbatches."""
+def alone(rank: int, name: str, rounds: int, parts: int = 1) -> float:
+    """Seconds of one process that accumulates the same microbatches; with `parts`, of the first part of the layers.
+
+    On as many ranks as parts, that is what each core can do beside the others: no pipeline can take less.
+    """
     torch.set_num_threads(1)
-    model = provider(name)(PipelineStageInfo(0, 1))
+    model = provider(name)(PipelineStageInfo(0, parts))
     x, y = data(name)
 
     def step() -> None:
@@ -87,28 +89,44 @@ def alone(rank: int, name: str, rounds: int) -> float:
     return median(alternate({"alone": step}, rounds)["alone"])
 
 
-def pipeline(rank: int, name: str, config: dict[str, Any], rounds: int, checkpointed: bool, torch_too: bool) -> Any:
+Step = Callable[[], object]
+
+
+def steps(rank: int, name: str, config: dict[str, Any], checkpointed: bool) -> tuple[Any, Step, Callable[[], Step]]:
+    """hocket's schedule and step, and what makes torch's step of the same config."""
     torch.set_num_threads(1)
     make = provider(name, checkpointed)
     info, _ = build_schedule(None, COUNT, config, make, mse)
     x, y = data(name)
-    begun = time.perf_counter()
-    info.schedule.step(x, targets=y)
-    first = time.perf_counter() - begun
-    candidates: dict[str, Any] = {"hocket": lambda: info.schedule.step(x, targets=y)}
-    if torch_too:
+
+    def torch_step() -> Step:
         program = info.schedule.program
         stages = {i: make(PipelineStageInfo(i, program.num_stages)) for i in program.placement.stages_of(rank)}
         theirs = torch_schedule(config, COUNT, stages, program.num_stages, mse)
         head, tail = info.has_first_stage, info.has_last_stage
-        candidates["torch"] = lambda: theirs.step(*([x] if head else []), target=y if tail else None)
+        return lambda: theirs.step(*([x] if head else []), target=y if tail else None)
+
+    return info.schedule, lambda: info.schedule.step(x, targets=y), torch_step
+
+
+def pipeline(rank: int, name: str, config: dict[str, Any], rounds: int, checkpointed: bool, torch_too: bool) -> Any:
+    schedule, ours, theirs = steps(rank, name, config, checkpointed)
+    candidates = {"hocket": ours, **({"torch": theirs()} if torch_too else {})}
     found = {key: median(seconds) for key, seconds in alternate(candidates, rounds).items()}
     ratios = []
     for _ in range(3):
-        info.schedule.step(x, targets=y)
-        trace = info.schedule.trace(all_ranks=True)
+        ours()
+        trace = schedule.trace(all_ranks=True)
         ratios.append(trace.makespan / trace.ideal_makespan())
-    return {**found, "first": first, "over ideal": median(ratios)}
+    return {**found, "over ideal": median(ratios)}
+
+
+def first_over_later(rank: int, name: str, config: dict[str, Any], of_torch: bool) -> float:
+    """In processes that have computed nothing before: the first step touches all memory for the first time."""
+    _, ours, theirs = steps(rank, name, config, False)
+    step = theirs() if of_torch else ours
+    (first,) = alternate({"": step}, 1, warm_up=0)[""]
+    return first / median(alternate({"": step}, 3, warm_up=1)[""])
 
 
 def main() -> None:
@@ -119,9 +137,19 @@ def main() -> None:
     print(machine())
     rows = []
     for name in list(MODELS)[: 1 if quick else 2]:
+        floors = [
+            run_distributed(alone, 2, name, rounds, 2, timeout=300)[0]
+            / run_distributed(alone, 1, name, rounds, timeout=300)[0]
+            for _ in range(3)
+        ]
+        print(f"{name}: half of the layers on each of 2 processes at once, no pipeline: {median(floors):.3f} of one")
         for config in CONFIGS:
             one = run_distributed(alone, 1, name, rounds, timeout=300)[0]
             f = run_distributed(pipeline, 2, name, config, rounds, False, True, timeout=300)[0]
+            firsts = [
+                [run_distributed(first_over_later, 2, name, config, of_torch, timeout=300)[0] for _ in range(3)]
+                for of_torch in (False, True)
+            ]
             label = " ".join(map(str, config.values()))
             rows.append(
                 [
@@ -131,11 +159,12 @@ def main() -> None:
                     f"{f['torch'] / one:.3f}",
                     f"{f['hocket'] / f['torch']:.3f}",
                     f"{f['over ideal']:.3f}",
-                    f"{f['first'] / f['hocket']:.2f}",
+                    *(f"{median(v):.2f}" for v in firsts),
                 ]
             )
             print(rows[-1], flush=True)
-    print(table(["model", "schedule", "hocket/alone", "torch/alone", "hocket/torch", "/ideal", "first/later"], rows))
+    head = ["model", "schedule", "hocket/alone", "torch/alone", "hocket/torch", "/ideal", "first/later", "torch's"]
+    print(table(head, rows))
     seconds = {
         label: run_distributed(pipeline, 2, "encoder 8 x 256", config, rounds, True, False, timeout=300)[0]["hocket"]
         for label, config in (("1f1b", {"schedule": "1f1b"}), ("zbv", {"schedule": "zero_bubble_v"}))

@@ -100,6 +100,8 @@ class Executor:
         self.last = program.num_stages - 1
         self.home = program.placement.stage_to_rank
         self.releases = releases(program, rank) if transport else {}
+        # Those whose backward comes in two halves; of the others nothing need be deferred.
+        self.halved = {(p.stage, p.microbatch) for a in self.order for p in a.computes if p.op == Op.I}
         # The last I or B of each stage: behind it the stage's gradients are complete, or left to its W alone.
         self.final = {part.stage: part.microbatch for a in self.order for part in a.computes if part.op in (Op.B, Op.I)}
         self.hooks: list[Hook] = []
@@ -233,7 +235,8 @@ class Executor:
         stage = self.stages[index]
         match op:
             case Op.F:
-                return partial(self._forward, action, stage, microbatch, into, out_of)
+                halved = (index, microbatch) in self.halved
+                return partial(self._forward, action, stage, microbatch, into, out_of, halved)
             case Op.B:
                 return partial(self._backward, action, stage, microbatch, back_into, back_out_of)
             case Op.I:
@@ -254,14 +257,14 @@ class Executor:
 
     # --- computing
 
-    def _forward(self, action: Action, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:
+    def _forward(self, action: Action, stage: Stage, microbatch: int, into: Name, out_of: Name, halved: bool) -> None:
         plan, index = self.plan, stage.index
         received = self._receive(into) if index > 0 else None
         args = plan.args[microbatch] if index == 0 else ()
         if self.hooks:
             self._announce("before", action, _tensors_of(args) if received is None else received.tensors)
         enter(Place(plan.context, index, microbatch, True))
-        output = stage.forward(microbatch, received, args, plan.kwargs[microbatch], plan.train)
+        output = stage.forward(microbatch, received, args, plan.kwargs[microbatch], plan.train, halved)
         if index == self.last:
             root = plan.objective(microbatch, output) if plan.objective else None
             if root is not None and plan.train:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ class Stage:
         self.module, self.info, self.index = module, info, info.current_stage
         self.splitter = BackwardSplitter(module, split=split)
         self.sync = gradient_sync(module)
-        self._bare = type(self.sync) is NoSync and not self.splitter.needs_scope
+        self._unsynced = type(self.sync) is NoSync
         self.saved: dict[int, Saved] = {}
         self.final_microbatch = -1
         """The microbatch whose backward is the stage's last of the step."""
@@ -81,8 +82,12 @@ class Stage:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         train: bool,
+        halved: bool,
     ) -> Any:
-        """Run the module on what the stage before has sent (or, on stage 0, on `args`), and on the step's kwargs."""
+        """Run the module on what the stage before has sent (or, on stage 0, on `args`), and on the step's kwargs.
+
+        halved: this microbatch's backward comes as I and W, not as B.
+        """
         saved = Saved()
         if kwargs:
             kwargs = self.takes(kwargs)
@@ -93,9 +98,10 @@ class Stage:
         if not train:
             return self.module(*args, **kwargs)
         self.saved[microbatch] = saved
-        if self._bare:
+        halved = halved and self.splitter.needs_scope
+        if not halved and self._unsynced:
             return self.module(*args, **kwargs)
-        with self.sync.forward_scope(), self.splitter.forward_scope(microbatch):
+        with self.sync.forward_scope(), self.splitter.forward_scope(microbatch) if halved else nullcontext():
             return self.module(*args, **kwargs)
 
     def check_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
