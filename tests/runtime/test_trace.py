@@ -13,6 +13,7 @@ from distributed import run_distributed
 from hocket import ConfigError, CostModel, simulate
 from hocket.draw import read_trace
 from hocket.runtime import PipelineStageInfo, build_schedule
+from hocket.runtime.record import DeviceClock, Record, clock_of
 from runtime.parity import WIDTH, batches, mse
 
 NAP = 0.02
@@ -74,3 +75,58 @@ def test_simulated_bubble_of_that_program() -> None:
     program = build(Interleaved1F1BConfig(), ranks=2, microbatches=4)
     costs = CostModel(forward=NAP, backward_input=NAP, backward_weight=NAP)
     assert simulate(program, costs).makespan == pytest.approx(5 * 3 * NAP)
+
+
+class _Device:
+    """A device whose work begins when the host is at 100 s, and is known only when somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.host, self.work, self.waited = 100.0, 0.0, 0
+        device = self
+
+        class Event:
+            def __init__(self, at: torch.device, *, enable_timing: bool):
+                assert at == torch.device("cuda")
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = device.work
+
+            def elapsed_time(self, other: Any) -> float:
+                return (other.at - self.at) * 1e3
+
+        def synchronize(at: torch.device) -> None:
+            device.waited += 1
+            device.host = max(device.host, 100.0 + device.work)
+
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+        monkeypatch.setattr(time, "perf_counter", lambda: device.host)
+
+
+def test_on_a_device_its_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host queues three actions at once; the device takes 1, 2 and 4 seconds, and waits 0.5 in the second."""
+    device = _Device(monkeypatch)
+    record = Record(DeviceClock(torch.device("cuda")))
+    device.work += 1
+    record.ends.append(record.now())
+    before = record.now()
+    device.work += 0.5
+    record.waits.append((1, before, record.now()))
+    for seconds in (1.5, 4):
+        device.work += seconds
+        record.ends.append(record.now())
+    assert device.waited == 0
+    assert record.spans() == [(100, 101), (101, 103), (103, 107)]
+    assert record.waited == {1: 0.5}
+    assert device.waited == 1
+
+
+def test_without_an_accelerator_the_host_counts() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    for name in ("cpu", "meta"):
+        record = Record(clock_of(torch.device(name)))
+        record.ends.append(record.now())
+        ((start, end),) = record.spans()
+        assert start <= end <= time.perf_counter()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from hocket.runtime.context import Place, StepContext, enter
 from hocket.runtime.failure import is_connection_error
 from hocket.runtime.p2p import Transport, Work
 from hocket.runtime.payload import Layout, TensorMeta
+from hocket.runtime.record import Record, clock_of
 from hocket.runtime.release import releases
 from hocket.runtime.stage import Received, Stage
 
@@ -45,27 +45,6 @@ class StepPlan:
 
 
 _IDLE = StepPlan((), (), None, None, False, StepContext(0, 0, [], 1.0, lambda *_: None))
-
-
-@dataclass
-class Record:
-    """When each action of the last step ended, in seconds of `time.perf_counter`; each began where the one before it
-    ended, the first at `begun`.
-    """
-
-    begun: float = 0.0
-    ends: list[float] = field(default_factory=list)
-    waits: dict[int, float] = field(default_factory=dict)
-    """Seconds that an action, by index, waited for its messages."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds in which this rank waited for messages."""
-        return sum(self.waits.values())
-
-    def spans(self) -> list[tuple[float, float]]:
-        """Start and end of each action."""
-        return list(zip([self.begun, *self.ends], self.ends, strict=False))
 
 
 Hook = Callable[[str, Action, list[torch.Tensor]], None]
@@ -105,7 +84,9 @@ class Executor:
         # The last I or B of each stage: behind it the stage's gradients are complete, or left to its W alone.
         self.final = {part.stage: part.microbatch for a in self.order for part in a.computes if part.op in (Op.B, Op.I)}
         self.hooks: list[Hook] = []
-        self.record = Record()
+        parameters = (p for stage in stages.values() for p in stage.module.parameters())
+        self.clock = clock_of(next((p.device for p in parameters), torch.device("cpu")))
+        self.record = Record(self.clock)
         self.current: Action | None = None
         """The action that runs now."""
         self.waiting: Name | None = None
@@ -149,12 +130,11 @@ class Executor:
         for index, microbatch in self.final.items():
             self.stages[index].final_microbatch = microbatch
         self.seen = {} if plan.layouts is None else plan.layouts
-        clock = time.perf_counter
-        self.record = record = Record(clock())
-        ended = record.ends.append
+        self.record = record = Record(self.clock)
+        clock, ended = record.now, record.ends.append
         try:
             if self.hooks:
-                self._run_announced(ended)
+                self._run_announced(record)
             else:
                 for action, perform in self._steps:
                     self.current = action
@@ -181,12 +161,13 @@ class Executor:
         actions = self.program.ranks[rank]
         return unfold(actions) if self.run_pair is None else list(actions)
 
-    def busy_seconds(self, record: Record) -> float:
-        """Seconds that the step of `record` spent in compute actions, without waiting."""
+    def seconds(self, record: Record) -> tuple[float, float]:
+        """Seconds that the step of `record` spent in compute actions, without waiting; and those that it waited."""
         pairs = zip(self.order, record.spans(), strict=False)
-        return sum(end - begin for action, (begin, end) in pairs if action.op.is_compute) - record.waited
+        waited = sum(record.waited.values())
+        return sum(end - begin for action, (begin, end) in pairs if action.op.is_compute) - waited, waited
 
-    def _run_announced(self, ended: Callable[[float], None]) -> None:
+    def _run_announced(self, record: Record) -> None:
         for action, perform in self._steps:
             self.current = action
             if action.op.is_compute and action.op != Op.W:
@@ -196,7 +177,7 @@ class Executor:
                 self._announce("before", action, sent)
                 perform()
                 self._announce("after", action, sent)
-            ended(time.perf_counter())
+            record.ends.append(record.now())
 
     def _finish_sending(self) -> None:
         for name, works in self._sending.items():
@@ -295,15 +276,15 @@ class Executor:
         self, source: int, name: Name, metas: Sequence[TensorMeta] | None
     ) -> tuple[Layout | None, list[torch.Tensor]]:
         assert self.transport is not None
-        begun = time.perf_counter()
+        record = self.record
+        begun = record.now()
         self.waiting = name
         result = self.transport.take(source, name, metas)
         for through in self.releases.get(name, ()):
             for work in self._sending.pop(through, ()):
                 work.wait()
         self.waiting = None
-        waits, index = self.record.waits, len(self.record.ends)
-        waits[index] = waits.get(index, 0.0) + time.perf_counter() - begun
+        record.waits.append((len(record.ends), begun, record.now()))
         return result
 
     def _backward(self, action: Action, stage: Stage, microbatch: int, into: Name, out_of: Name) -> None:

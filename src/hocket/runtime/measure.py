@@ -99,11 +99,11 @@ class StepTrace:
 def trace_of(executor: Executor, transport: Transport | None, *, all_ranks: bool) -> StepTrace:
     """The trace of the executor's last step. `all_ranks`: of every rank; then all ranks must call it."""
     computes = [index for index, action in enumerate(executor.order) if action.op.is_compute]
-    spans, waits = executor.record.spans(), executor.record.waits
+    spans, waits = executor.record.spans(), executor.record.waited
     # Hosts share no clock but that of the wall.
     offset = time.time() - time.perf_counter()
     mine = [(spans[i][0] + waits.get(i, 0.0) + offset, spans[i][1] + offset) for i in computes]
-    waited = executor.record.waited
+    waited = sum(waits.values())
     if transport is None or not all_ranks:
         return _assemble(executor, {executor.rank: mine}, {executor.rank: waited})
     longest = max(row[0] for row in transport.gather([len(mine)]))

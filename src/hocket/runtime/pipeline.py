@@ -254,8 +254,7 @@ class PipelineSchedule:
             self._ties.after_step()
             self.steps += 1
         record = executor.record
-        result = StepResult(self.loss_rank, aux_losses=aux.totals, wait_seconds=record.waited)
-        result.compute_seconds = partial(executor.busy_seconds, record)
+        result = StepResult(self.loss_rank, aux_losses=aux.totals, measured=partial(executor.seconds, record))
         result.seconds = time.perf_counter() - begun
         if collector is not None:
             collector.finish(result)

@@ -25,7 +25,8 @@ class StepResult:
 
     Where the last stage lives (`loss_rank`, a rank of the pipeline group): the batch's `loss`, unscaled; `losses`, one
     for each microbatch; `metrics`, averaged like the loss. Elsewhere these are None, [] and {}. `outputs` only if asked
-    for. Seconds are this rank's: of the whole step, and those of it spent waiting for messages.
+    for. Seconds are this rank's: `seconds` the host's for the whole call; `busy_seconds` and `wait_seconds`, where the
+    stages compute. On accelerators asking for the latter waits until the device has done the step.
     """
 
     loss_rank: int
@@ -35,10 +36,9 @@ class StepResult:
     """Auxiliary losses of this rank's stages, by name, averaged like the loss and summed over the stages."""
     outputs: Any = None
     seconds: float = 0.0
-    wait_seconds: float = 0.0
     weights: Sequence[float] = field(default=(), repr=False)
     """What each microbatch's loss counts in the batch's."""
-    compute_seconds: Callable[[], float] = field(default=float, repr=False)
+    measured: Callable[[], tuple[float, float]] = field(default=lambda: (0.0, 0.0), repr=False)
 
     @cached_property
     def loss(self) -> torch.Tensor | None:
@@ -46,10 +46,19 @@ class StepResult:
         # Made when it is asked for: a few small kernels that most steps can do without.
         return _weighted(self.losses, self.weights) if self.losses else None
 
-    @cached_property
+    @property
     def busy_seconds(self) -> float:
         """Seconds that this rank spent computing."""
-        return self.compute_seconds()
+        return self._seconds[0]
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that this rank spent waiting for messages."""
+        return self._seconds[1]
+
+    @cached_property
+    def _seconds(self) -> tuple[float, float]:
+        return self.measured()
 
 
 class LossCollector:
