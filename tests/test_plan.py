@@ -110,6 +110,7 @@ def test_partitions():
 @pytest.mark.parametrize(
     "layers, config, options, kind, text",
     [
+        ("4", "gpipe", {}, PartitionError, r"n_layers must be a whole number, got '4'"),
         (0, "gpipe", {}, PartitionError, r"a plan needs at least 1 layer, got n_layers=0"),
         (8, "gpipe", {"ranks": 0}, ScheduleError, r"ranks must be at least 1, got 0"),
         (8, "gpipe", {"microbatches": 0}, ScheduleError, r"microbatches must be at least 1, got 0"),

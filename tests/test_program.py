@@ -153,6 +153,8 @@ def test_a_placement_needs_ranks_and_stages(numbers: tuple[int, ...]):
     for kind in (Placement.loop, Placement.v):
         with pytest.raises(ConfigError, match="must be at least 1, got"):
             kind(*numbers)
+        with pytest.raises(ConfigError, match=r"stages_per_rank must be a whole number, got 1\.5"):
+            kind(2, 1.5)  # type: ignore[arg-type]
 
 
 # --- text and CSV ---------------------------------------------------------------------------------------------------

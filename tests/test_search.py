@@ -164,7 +164,7 @@ def test_search_refused(options: dict, text: str):
     "options, text",
     [
         ({"schedules": "1f1b"}, r"schedules is '1f1b'; give a list of them: \['1f1b'\]"),
-        ({"stages_per_rank": [1, 0]}, r"stages_per_rank has 0; give whole numbers"),
+        ({"stages_per_rank": [1, 0]}, r"stages_per_rank must be at least 1, got 0"),
         ({"memory": "much"}, r"memory is 'much'; give a number, or one for each rank"),
     ],
 )

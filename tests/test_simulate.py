@@ -262,6 +262,8 @@ def _check_events(timeline: Timeline) -> None:
 
 def test_refused():
     program = _program(2, 2, schedule="gpipe")
+    with pytest.raises(ConfigError, match="costs is a dict; give a CostModel"):
+        simulate(program, {"forward": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"mode is 'fast'; choose 'buffered' or 'rendezvous'"):
         simulate(program, CostModel(), "fast")  # pyrefly: ignore
     with pytest.raises(ConfigError, match=r"forward has 3 numbers for 2 stages"):

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from hocket.cost import CostModel
+from hocket.counts import positive
 from hocket.errors import ConfigError
 from hocket.program import Placement
 
@@ -58,8 +59,7 @@ def lower_bound(
 
     Raises ConfigError if a rank cannot hold even one microbatch, or a number is out of range.
     """
-    if microbatches < 1:
-        raise ConfigError(f"microbatches must be at least 1, got {microbatches}")
+    microbatches = positive("microbatches", microbatches)
     if forward_only:
         return max(_forward_only(placement, microbatches, costs))
     path = _Path.of(placement, costs, split)

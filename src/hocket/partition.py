@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from hocket.counts import whole
 from hocket.errors import PartitionError
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ def partition_layers(
 
 
 def _whole(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise PartitionError(f"{name} must be a whole number, got {value!r}; pass an int") from None
+    return whole(name, value, PartitionError)
 
 
 def _check_numbers(n_layers: int, num_stages: int, allow_empty: bool) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from hocket.cost import CostModel
+from hocket.counts import positive, whole
 from hocket.errors import ConfigError, PartitionError
 from hocket.partition import partition_layers
 from hocket.program import Action, Op, Program
@@ -207,12 +208,12 @@ def _check(
     layer_costs: Sequence[float] | None,
     layer_counts: Sequence[int] | None,
 ) -> None:
-    if n_layers < 1:
+    if whole("n_layers", n_layers, PartitionError) < 1:
         raise PartitionError(f"a plan needs at least 1 layer, got n_layers={n_layers}")
     if partition not in PARTITIONS:
         raise ConfigError(f"unknown partition {partition!r}; choose one of {', '.join(map(repr, PARTITIONS))}")
-    if backward_ticks is not None and backward_ticks < 1:
-        raise ConfigError(f"backward_ticks must be at least 1, got {backward_ticks}")
+    if backward_ticks is not None:
+        positive("backward_ticks", backward_ticks)
     for name, value, wanted in (("layer_costs", layer_costs, "costs"), ("layer_counts", layer_counts, "counts")):
         if value is not None and partition != wanted:
             raise ConfigError(f"{name} is given, but partition is {partition!r}; say partition={wanted!r}")
@@ -238,7 +239,7 @@ def _events(program: Program, config: ScheduleConfig, backward_ticks: int | None
 
 
 def _checked_rank(plan: PipelinePlan, rank: int) -> int:
-    if not 0 <= rank < plan.num_ranks:
+    if not 0 <= whole("rank", rank) < plan.num_ranks:
         raise ConfigError(f"rank {rank} is outside 0..{plan.num_ranks - 1}; the plan has {plan.num_ranks} ranks")
     return rank
 

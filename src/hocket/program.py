@@ -15,6 +15,7 @@ from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
+from hocket.counts import positive
 from hocket.errors import ConfigError, ParseError, ProgramError
 
 
@@ -189,13 +190,13 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
         """Stage s on rank s mod ranks."""
-        _check_positive(ranks=ranks, stages_per_rank=stages_per_rank)
+        ranks, stages_per_rank = positive("ranks", ranks), positive("stages_per_rank", stages_per_rank)
         return cls(tuple(range(ranks)) * stages_per_rank)
 
     @classmethod
     def v(cls, ranks: int, stages_per_rank: int = 2) -> Placement:
         """Zig-zag: up through the ranks and down again; with two per rank, rank r hosts r and 2p-1-r."""
-        _check_positive(ranks=ranks, stages_per_rank=stages_per_rank)
+        ranks, stages_per_rank = positive("ranks", ranks), positive("stages_per_rank", stages_per_rank)
         up = tuple(range(ranks))
         return cls(sum((up if i % 2 == 0 else up[::-1] for i in range(stages_per_rank)), ()))
 
@@ -378,9 +379,3 @@ def _check_homes(homes: Mapping[int, int], num_ranks: int) -> None:
     idle = set(range(num_ranks)) - set(homes.values())
     if idle:
         raise ParseError(f"rank {min(idle)} of {num_ranks} computes nothing; drop its line or give it a stage")
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from hocket.bound import lower_bound
 from hocket.collector import collector_paused
 from hocket.cost import CostModel
+from hocket.counts import positive
 from hocket.errors import ConfigError
 from hocket.partition import partition_layers
 from hocket.program import Program
@@ -139,8 +140,7 @@ def expand(schedules: Schedules | None, stages_per_rank: Sequence[int]) -> list[
     if isinstance(schedules, str):
         raise ConfigError(f"schedules is {schedules!r}; give a list of them: [{schedules!r}]")
     for number in stages_per_rank:
-        if type(number) is not int or number < 1:
-            raise ConfigError(f"stages_per_rank has {number!r}; give whole numbers of at least 1")
+        positive("stages_per_rank", number)
     found: list[ScheduleConfig] = []
     for item in schedules if schedules is not None else [n for n in schedule_names() if n != "inference"]:
         if isinstance(item, str) and not item.lstrip().startswith("{"):
@@ -401,5 +401,6 @@ def _check_options(options: Sequence[int], batch: int | None) -> None:
             "of a step, with costs per item"
         )
     for count in options:
+        positive("microbatches", count)
         if batch is not None and not 1 <= count <= batch:
             raise ConfigError(f"cannot split {batch} items into {count} microbatches; use 1 to {batch} microbatches")

@@ -55,7 +55,9 @@ def simulate(program: Program, costs: CostModel | None = None, mode: Mode = "buf
     """
     if mode not in ("buffered", "rendezvous"):
         raise ConfigError(f"mode is {mode!r}; choose 'buffered' or 'rendezvous'")
-    costs = costs or CostModel()
+    costs = CostModel() if costs is None else costs
+    if not isinstance(costs, CostModel):
+        raise ConfigError(f"costs is a {type(costs).__name__}; give a CostModel, as CostModel.from_mapping makes one")
     durations = costs.durations(program.num_stages)
     costs.static_of(program.num_ranks)
     if check:

@@ -105,6 +105,7 @@ def test_configs_are_frozen_strict_and_documented():
         ({}, ["no keys"]),
         ({"schedule": 7}, ["got 7"]),
         ('{"schedule": ', ["no valid JSON"]),
+        ('{"schedule": "1f1b", "zero_bubble": true, "zero_bubble": false}', ["the field 'zero_bubble' twice"]),
         (12, ["int 12"]),
         (ScheduleConfig(schedule="loose"), ["ScheduleConfig has no builder", "@register_schedule"]),
     ],
@@ -123,6 +124,10 @@ def test_build_refuses_counts():
         build_rank(GPipeConfig(), 0, ranks=1, microbatches=-2)
     with pytest.raises(ConfigError, match=r"ranks must be a whole number, got 2\.0"):
         build(GPipeConfig(), ranks=2.0, microbatches=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="microbatches must be a whole number, got True"):
+        build(GPipeConfig(), ranks=2, microbatches=True)
+    with pytest.raises(ScheduleError, match="10 ranks x 10000000 microbatches are 100,000,000 forwards and more"):
+        build(GPipeConfig(), ranks=10, microbatches=10_000_000)
     with pytest.raises(ConfigError, match=r"rank 2 is outside 0\.\.1"):
         build_rank(GPipeConfig(), 2, ranks=2, microbatches=4)
     with pytest.raises(ConfigError, match="got dict"):

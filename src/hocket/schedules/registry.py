@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,8 +22,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hocket.collector import collector_paused
+from hocket.counts import positive
 from hocket.errors import ConfigError, ScheduleError
 from hocket.program import Action, Program
+
+MOST_FORWARDS = 1 << 25
+"""Of a program, for one stage per rank: some gigabytes. More is a slip of the hand."""
 
 
 class ScheduleConfig(BaseModel):
@@ -117,9 +120,12 @@ def parse_schedule(source: ScheduleConfig | Mapping[str, Any] | str) -> Schedule
 
 
 def build(config: ScheduleConfig, *, ranks: int, microbatches: int) -> Program:
-    """The program of `config` on `ranks` ranks: compute actions only."""
+    """The program of `config` on `ranks` ranks: compute actions only.
+
+    Raises ScheduleError for numbers that the schedule's definition rules out, and for what no machine could hold.
+    """
     entry = _entry_of(config)
-    ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
+    ranks, microbatches = _size(ranks, microbatches)
     with collector_paused():
         program = entry.build(config, ranks, microbatches)
     if not isinstance(program, Program):
@@ -132,7 +138,7 @@ def build(config: ScheduleConfig, *, ranks: int, microbatches: int) -> Program:
 def build_rank(config: ScheduleConfig, rank: int, *, ranks: int, microbatches: int) -> tuple[Action, ...]:
     """What `build` gives for one rank, without making the lists of the others where the order allows that."""
     entry = _entry_of(config)
-    ranks, microbatches = _count("ranks", ranks), _count("microbatches", microbatches)
+    ranks, microbatches = _size(ranks, microbatches)
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is outside 0..{ranks - 1}; choose one of the {ranks} ranks")
     if entry.rank_order is None:
@@ -168,23 +174,34 @@ def _entry_of(config: ScheduleConfig) -> _Entry:
     return entry
 
 
-def _count(name: str, value: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{name} must be a whole number, got {value!r}; pass an int") from None
-    if count < 1:
-        raise ScheduleError(f"{name} must be at least 1, got {count}; raise {name}")
-    return count
+def _size(ranks: int, microbatches: int) -> tuple[int, int]:
+    ranks = positive("ranks", ranks, ScheduleError)
+    microbatches = positive("microbatches", microbatches, ScheduleError)
+    if ranks * microbatches > MOST_FORWARDS:
+        raise ScheduleError(
+            f"{ranks} ranks x {microbatches} microbatches are {ranks * microbatches:,} forwards and more; a program "
+            f"holds {MOST_FORWARDS:,} at most: lower one of them"
+        )
+    return ranks, microbatches
 
 
 def _mapping_from_text(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         return {"schedule": text.strip()}
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         raise ConfigError(f"schedule {text!r:.80} is no valid JSON: {error}; correct it or pass a name") from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal keys; which of them was meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"a schedule has the field {twice!r} twice; give it once")
+    return found
 
 
 def _refuse_unknown_fields(config_type: type[ScheduleConfig], name: str, source: Mapping[str, Any]) -> None:
