@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -27,7 +28,8 @@ def alternate(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds by `clock` of each candidate, measured in turn round after round, so that a noisy moment hits all alike.
+    """Seconds by `clock` of each candidate, measured in turn round after round, so that a noisy moment hits all alike;
+    each round in an order of its own, the same on all ranks, so that nobody always comes after the same one.
 
     `time.process_time` as clock: CPU time of this rank, all its threads.
 
@@ -35,8 +37,11 @@ def alternate(
     """
     ranks = dist.is_initialized() and dist.get_world_size() > 1
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order, random = list(candidates), Random(0)
     for index in range(warm_up + rounds):
-        for name, run in candidates.items():
+        random.shuffle(order)
+        for name in order:
+            run = candidates[name]
             if ranks:
                 dist.barrier()
             begun = clock()
