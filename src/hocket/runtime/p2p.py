@@ -211,30 +211,29 @@ class Transport:
     # --- control
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control message of a step.
+        """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control exchange of a step.
 
-        Up a binomial tree to rank 0, and down again. Other ranks end their steps before rank 0 does, which begins the
-        next: theirs are there when it comes, and unlike in an all-gather it waits for nobody.
+        As Bruck et al. do it (IEEE TPDS 8(11), 1997): each round a rank gets what the one 1, 2, 4, ... places ahead has,
+        and after log2(ranks) rounds all have all. Rank 0, which ends its step last and begins the next, so finds what
+        it needs already on its way: nothing of it depends on rank 0 itself.
         """
-        rows = torch.zeros(self.size, len(numbers), dtype=torch.int64)
-        rows[self.rank] = torch.tensor(numbers)
-        # The subtree of a rank is itself and those up to its lowest bit.
-        span = self.rank & -self.rank or self.size
-        children = [self.rank + (1 << i) for i in range(span.bit_length()) if 1 << i < min(span, self.size - self.rank)]
+        rows = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        rows[0] = torch.tensor(numbers)
+        rounds = [(have, min(have, self.size - have)) for have in (1 << i for i in range((self.size - 1).bit_length()))]
         self.watch.waiting = Wait("all ranks to come to this call")
-        for work in [self.control.recv([rows[c : c + (c & -c)]], c, _GATHER) for c in children]:
+        arriving = [
+            self.control.recv([rows[have : have + count]], (self.rank + have) % self.size, _GATHER)
+            for have, count in rounds
+        ]
+        leaving = []
+        for (have, count), work in zip(rounds, arriving, strict=True):
+            leaving.append(self.control.send([rows[:count]], (self.rank - have) % self.size, _GATHER))
             work.wait()
-        works: list[Work] = []
-        if self.rank:
-            parent, mine = self.rank - span, rows[self.rank : self.rank + span]
-            works.append(self.control.send([mine], parent, _GATHER))
-            rows = torch.empty_like(rows)
-            self.control.recv([rows], parent, _GATHER).wait()
-        works += [self.control.send([rows], child, _GATHER) for child in reversed(children)]
-        for work in works:
+        for work in leaving:
             work.wait()
         self.watch.waiting = None
-        return rows.tolist()
+        found = rows.tolist()
+        return found[-self.rank :] + found[: -self.rank] if self.rank else found
 
     def gather_floats(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's `numbers` (float64, equally many on each), by rank."""
