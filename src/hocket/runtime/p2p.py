@@ -213,8 +213,8 @@ class Transport:
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's `numbers` (64-bit, equally many on each), by rank: the one control exchange of a step.
 
-        As Bruck et al. do it (IEEE TPDS 8(11), 1997): each round a rank gets what the one 1, 2, 4, ... places ahead has,
-        and after log2(ranks) rounds all have all. Rank 0, which ends its step last and begins the next, so finds what
+        As Bruck et al. do it (IEEE TPDS 8(11), 1997): each round a rank gets what the one 1, 2, 4, ... places ahead
+        has; after log2(ranks) rounds all have all. Rank 0, which ends its step last and begins the next, so finds what
         it needs already on its way: nothing of it depends on rank 0 itself.
         """
         rows = torch.empty(self.size, len(numbers), dtype=torch.int64)
