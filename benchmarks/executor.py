@@ -2,7 +2,8 @@
 
     python benchmarks/executor.py [--quick]
 
-The modules multiply by one parameter, so what is measured is the executor, autograd's floor and the backend.
+The modules multiply by one parameter, so what is measured is the executor, autograd's floor and the backend. Ratios are
+medians over several launches: which of two groups of connections is the faster one is up to each launch.
 """
 
 from __future__ import annotations
@@ -86,19 +87,13 @@ def main() -> None:
     rows = []
     for ranks in (1, 2) if quick else (1, 2, 4):
         for config in CONFIGS:
-            found = run_distributed(measure, ranks, config, COUNT, 5 if quick else 25, args.cpu, timeout=300)[0]
-            bare, ours, theirs = found["bare"], found["hocket"], found.get("torch")
-            rows.append(
-                [
-                    ranks,
-                    " ".join(map(str, config.values())),
-                    f"{bare:.0f}",
-                    f"{ours:.0f}",
-                    f"{theirs:.0f}" if theirs else "-",
-                    f"{ours / bare:.2f}",
-                    f"{ours / theirs:.2f}" if theirs else "-",
-                ]
-            )
+            runs = [
+                run_distributed(measure, ranks, config, COUNT, 5 if quick else 9, args.cpu, timeout=300)[0]
+                for _ in range(3 if quick else 9)
+            ]
+            rows.append([ranks, " ".join(map(str, config.values()))])
+            rows[-1] += [f"{median([run[name] for run in runs]):.0f}" for name in ("bare", "hocket", "torch")]
+            rows[-1] += [f"{median([run['hocket'] / run[name] for run in runs]):.2f}" for name in ("bare", "torch")]
             print(rows[-1], flush=True)
     print(table(["ranks", "schedule", "bare us", "hocket us", "torch us", "/bare", "/torch"], rows))
 
