@@ -74,6 +74,26 @@ class FourTensors(Linear):
         return h if self.is_last else (h, h * 2, kept, ids)
 
 
+@case("P01 three tensors, 8 microbatches", count=8)
+class ThreeTensors(Linear):
+    def forward(self, h: torch.Tensor, skip: Any = None, mask: Any = None) -> Any:
+        skip, mask = (h, h > 0) if skip is None else (skip + h, mask)
+        h = self.run(h) * mask + skip
+        return h if self.is_last else (h, skip, mask)
+
+
+@case("P100 control flow on what comes in", count=8)
+class Branches(Linear):
+    """Nothing is traced: what a stage does may depend on the numbers, and so may how often it does it."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if h.sum() > 0:
+            return self.run(h)
+        for _ in range(2 + int(h.abs().max() > 2)):
+            h = self.run(h) + h.flip(-1)
+        return h
+
+
 @case("P22 integer positions")
 class Positions(Linear):
     def forward(self, h: torch.Tensor, positions: torch.Tensor | None = None) -> Any:

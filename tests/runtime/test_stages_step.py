@@ -370,3 +370,61 @@ def test_inputs_computed_outside_get_their_gradients() -> None:
         expected = [p.grad for p in (*tower.parameters(), leaf)]
         torch.testing.assert_close(rows[0][name][0], expected)
         assert rows[1][name][0] == [None] * 4
+
+
+# --- every message is waited for --------------------------------------------------------------------------------------
+
+
+class _Group:
+    """A process group that keeps the works which nobody has waited for."""
+
+    def __init__(self, group: Any):
+        self._group = group
+        self.made = 0
+        self.unwaited: set[_Work] = set()
+
+    def send(self, *args: Any) -> Any:
+        return self._keep(self._group.send(*args))
+
+    def recv(self, *args: Any) -> Any:
+        return self._keep(self._group.recv(*args))
+
+    def _keep(self, work: Any) -> Any:
+        self.made += 1
+        kept = _Work(work, self.unwaited)
+        self.unwaited.add(kept)
+        return kept
+
+
+class _Work:
+    def __init__(self, work: Any, unwaited: set[_Work]):
+        self._work, self._unwaited = work, unwaited
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._unwaited.discard(self)
+
+
+class _Three(Block):
+    def forward(self, h: torch.Tensor, skip: Any = None, mask: Any = None) -> Any:
+        skip, mask = (h, h > 0) if skip is None else (skip + h, mask)
+        h = super().forward(h) * mask + skip
+        return h if self.info.is_last else (h, skip, mask)
+
+
+def _works(name: str) -> tuple[int, int]:
+    info, _ = build_schedule(None, 8, CONFIGS[name], _Three, mse)
+    transport = info.schedule._transport
+    assert transport is not None
+    group: Any = _Group(transport.control)
+    transport._up = transport._down = transport.control = group
+    for _ in range(2):  # with headers, and without
+        info.schedule.step(X, targets=Y)
+    return group.made, len(group.unwaited)
+
+
+def test_p01_every_work_is_waited_for() -> None:
+    for row in all_configs(_works):
+        for name, (made, unwaited) in row.items():
+            assert made >= 2 * 8 * (3 + 1), name
+            assert unwaited == 0, name
