@@ -8,6 +8,7 @@ from numbers import Real
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hocket.errors import ConfigError, PipelineError
 from hocket.runtime.groups import Mesh, gather_numbers, group_of
@@ -75,4 +76,4 @@ def _norm_power(gradients: list[torch.Tensor], norm_type: float) -> float:
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
     """The norm of a whole DTensor, from its shards."""
-    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,7 @@ def keyed_rng(
     seed: int | None = None,
     step: int | None = None,
     microbatch: int | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Within this scope torch draws by (seed, step, microbatch, key) alone; afterwards it goes on as if nothing was.
 
     Put it around dropout in a layer's forward, with the layer's number as key: the masks are then the same under every
@@ -48,7 +48,7 @@ def keyed_rng(
 
 
 @contextmanager
-def isolated_rng(seed: int) -> Iterator[None]:
+def isolated_rng(seed: int) -> Generator[None]:
     """Draw from `seed` within this scope, on the CPU and the current accelerator; restore both states behind it."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [torch.accelerator.current_device_index()] if kind is not None else []
