@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from distributed import run_distributed
 from hocket.errors import PipelineError, StageError
@@ -370,6 +371,57 @@ def test_inputs_computed_outside_get_their_gradients() -> None:
         expected = [p.grad for p in (*tower.parameters(), leaf)]
         torch.testing.assert_close(rows[0][name][0], expected)
         assert rows[1][name][0] == [None] * 4
+
+
+# --- outputs and inputs go early --------------------------------------------------------------------------------------
+
+
+class _Residual(nn.Module):
+    """Its output is saved by nobody here, nor its input; both are larger than what is simply copied."""
+
+    def __init__(self, info: PipelineStageInfo):
+        super().__init__()
+        self.info, self.shift = info, nn.Parameter(torch.zeros(64))
+        self.inputs: list[StorageWeakRef] = []
+        self.outputs: list[StorageWeakRef] = []
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.inputs.append(StorageWeakRef(h.untyped_storage()))
+        h = h + self.shift
+        self.outputs.append(StorageWeakRef(h.untyped_storage()))
+        return h
+
+    def alive(self) -> tuple[int, int]:
+        inputs, outputs = (sum(not r.expired() for r in refs) for refs in (self.inputs, self.outputs))
+        return inputs, outputs
+
+
+def _held(name: str) -> dict[str, list[tuple[int, int]]]:
+    info, modules = build_schedule(None, 4, CONFIGS[name], _Residual, mse)
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def look(when: str, action: Any, tensors: list[torch.Tensor]) -> None:
+        tensors.clear()
+        seen[f"{when} {action}"] = [module.alive() for module in modules]
+
+    info.schedule.add_hook(look)
+    x = torch.randn(4 * 512, 64)
+    for _ in range(2):
+        for module in modules:
+            module.inputs.clear()
+            module.outputs.clear()
+        info.schedule.step(x, targets=x)
+    return seen
+
+
+def test_what_was_sent_or_consumed_is_not_kept_for_backward() -> None:
+    """Neither the outputs that have left nor the inputs that no backward needs, on another rank and on the same."""
+    first, last = (row["gpipe"] for row in run_distributed(lambda rank: {"gpipe": _held("gpipe")}, 2))
+    assert first["after 0F3"][0][1] == 4  # not yet known to be through
+    assert first["before 0B0"] == [(4, 0)]  # the inputs are the user's batch
+    assert last["before 1B0"][0][0] <= 1
+    (alone,) = run_distributed(lambda rank: _held("zbv"), 1)
+    assert alone["after 1F3"][0][1] <= 1
 
 
 # --- every message is waited for --------------------------------------------------------------------------------------

@@ -23,13 +23,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from hocket.runtime.deferred import collecting, patch, register_deferred
 from hocket.runtime.graph_split import Cut, cut, run_first, run_second
 from hocket.runtime.split_choice import SplitChoice, SplitMethod, choose_split, deferrable
 from hocket.runtime.weight_queue import WeightQueue
 
-__all__ = ["BackwardSplitter", "SplitChoice", "SplitMethod", "choose_split", "register_deferred"]
+__all__ = ["BackwardSplitter", "Root", "SplitChoice", "SplitMethod", "choose_split", "register_deferred"]
+
+
+Root = torch.Tensor | GradientEdge
+"""Where backward starts: an output, or its place in the graph."""
 
 
 class BackwardSplitter:
@@ -66,15 +71,15 @@ class BackwardSplitter:
     def backward_full(
         self,
         key: Hashable,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Root],
         grad_outputs: Sequence[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """B. Returns the gradients of `inputs` and adds those of the parameters to `.grad`.
 
-        outputs: tensors of any shapes; those that do not require grad are passed over. grad_outputs: one of the same
-        shape each; None stands for 1 at a scalar, and elsewhere for no gradient. inputs: leaves that require grad; None
-        is returned for one that no output depends on.
+        outputs: tensors of any shapes, of which those that do not require grad are passed over, or edges of the graph.
+        grad_outputs: one of the same shape each; None stands for 1 at a scalar tensor, and elsewhere for no gradient.
+        inputs: leaves that require grad; None is returned for one that no output depends on.
         """
         found = self._run(key, outputs, grad_outputs, inputs)
         self.backward_weight(key)
@@ -83,7 +88,7 @@ class BackwardSplitter:
     def backward_input(
         self,
         key: Hashable,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Root],
         grad_outputs: Sequence[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
@@ -109,17 +114,14 @@ class BackwardSplitter:
     def _run(
         self,
         key: Hashable,
-        outputs: Sequence[torch.Tensor],
+        outputs: Sequence[Root],
         grad_outputs: Sequence[torch.Tensor | None],
         inputs: Sequence[torch.Tensor],
         split: bool = False,
     ) -> list[torch.Tensor | None]:
         """One call of the engine; with `split`, its rest is kept for W."""
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grad_outputs, strict=True)
-            if output.requires_grad and (grad is not None or output.numel() == 1)
-        ]
+        filled = map(_gradient, outputs, grad_outputs)
+        pairs = [(output, grad) for output, grad in zip(outputs, filled, strict=True) if grad is not None]
         if not pairs:
             return [None] * len(inputs)
         roots, grads = zip(*pairs, strict=True)
@@ -146,9 +148,17 @@ class BackwardSplitter:
 _run_engine: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
 
 
-def _backward(roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    grads = tuple([torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)])
+def _backward(roots: tuple[Root, ...], grads: tuple[torch.Tensor, ...]) -> None:
     _run_engine(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _gradient(output: Root, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """What backward starts with at `output`, if anything."""
+    if isinstance(output, GradientEdge):
+        return grad
+    if grad is None and output.numel() == 1:
+        grad = torch.ones_like(output)
+    return grad if output.requires_grad else None
 
 
 def _take_grad(leaf: torch.Tensor) -> torch.Tensor | None:

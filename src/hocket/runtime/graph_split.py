@@ -44,13 +44,13 @@ class Cut:
     late: list[Late]
 
 
-def cut(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Cut | None:
+def cut(outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor]) -> Cut | None:
     """Divide the graph between `outputs` and `inputs`; None if it holds code that must run in one piece.
 
     That is code of Python (a custom Function, compiled code, a reentrant checkpoint): what it does is not known. Takes
     time linear in the number of nodes and edges.
     """
-    roots = [get_gradient_edge(t).node for t in outputs]
+    roots = [(t if isinstance(t, GradientEdge) else get_gradient_edge(t)).node for t in outputs]
     targets = {get_gradient_edge(t).node for t in inputs}
     order = _topological(roots)
     if order is None:
@@ -63,7 +63,7 @@ def cut(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Cut 
     return _divide(order, path, roots, list(inputs), components)
 
 
-def run_first(division: Cut, outputs: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None]) -> None:
+def run_first(division: Cut, outputs: Sequence[Any], grad_outputs: Sequence[torch.Tensor]) -> None:
     """The first backward; accumulates the gradients of `division.early`."""
     handles = [late.node.register_prehook(late.capture) for late in division.late]
     try:

@@ -13,29 +13,33 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from hocket.errors import ConfigError
-from hocket.runtime.backward import BackwardSplitter
+from hocket.runtime.backward import BackwardSplitter, Root
 from hocket.runtime.data_parallel import NoSync, gradient_sync
 from hocket.runtime.info import PipelineStageInfo
 from hocket.runtime.payload import Layout, as_call, pack, unpack
 
 
 class _Entry(torch.autograd.Function):
-    """Gives a stage its input as a tensor of its own: no leaf and no view, so that in-place ops on it work."""
+    """Gives a stage its input as a tensor of its own: no leaf and no view, so that in-place ops on it work.
+
+    The leaf holds no bytes: they live for as long as the stage's own graph needs them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return leaf.data  # counts its in-place changes by itself; `detach()` would be a view to autograd
+        return value.data  # counts its in-place changes by itself; `detach()` would be a view to autograd
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
-        return grads[0]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return grads[0], None
 
 
 _SMALL = 1 << 16
-"""Bytes up to which a copy takes less time than the Function above."""
+"""Bytes up to which a copy takes less time than the Function above, and may stay until backward."""
 
 
 class Received(NamedTuple):
@@ -47,13 +51,16 @@ class Received(NamedTuple):
 
 
 class Saved:
-    """What backward of one microbatch needs: the inputs and the outputs that require grad, in their layouts' order."""
+    """What backward of one microbatch needs of the inputs and the outputs that require grad, in their layouts' order.
+
+    Of outputs that is the place in the graph: their bytes are free to go when they are sent.
+    """
 
     __slots__ = ("leaves", "outputs", "seeds")
 
     def __init__(self) -> None:
         self.leaves: list[torch.Tensor] = []
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: list[Root] = []
         self.seeds: list[torch.Tensor] = []
         """The outputs' gradients, where no other stage sends them."""
 
@@ -119,11 +126,15 @@ class Stage:
         if train:
             tensors = list(tensors)
             for index in received.layout.grads:
-                leaf = tensors[index].requires_grad_()
+                value = tensors[index]
+                if value.nbytes <= _SMALL:
+                    leaf = value.requires_grad_()
+                    tensors[index] = leaf.clone()
+                else:
+                    leaf = value.new_empty(1).expand(value.shape).requires_grad_()
+                    # The stage before may still hold what it handed over; in-place ops must not reach that.
+                    tensors[index] = _Entry.apply(leaf, value.clone() if received.local else value)
                 saved.leaves.append(leaf)
-                # The stage before still holds a tensor that it handed over; in-place ops must not reach it.
-                copied = received.local or leaf.nbytes <= _SMALL
-                tensors[index] = leaf.clone() if copied else _Entry.apply(leaf)
         return as_call(unpack(received.layout, tensors))
 
     def leave(self, microbatch: int, output: Any) -> tuple[Layout, list[torch.Tensor]]:
@@ -131,7 +142,7 @@ class Stage:
         layout, tensors = pack(output)
         saved = self.saved.get(microbatch)
         if saved is not None:
-            saved.outputs = [tensors[index] for index in layout.grads]
+            saved.outputs = [get_gradient_edge(tensors[index]) for index in layout.grads]
         kept = self._buffer_storages() if any(t.grad_fn is None for t in tensors) else ()
         # A buffer may change in the next forward, before the send is through or the next stage has run.
         return layout, [t.detach().clone() if kept and _storage(t) in kept else t.detach() for t in tensors]
@@ -143,7 +154,8 @@ class Stage:
         """Let backward of this microbatch start from `loss`, with that gradient."""
         if loss.requires_grad:
             saved = self.saved[microbatch]
-            saved.outputs, saved.seeds = [loss], [gradient]
+            saved.outputs = [loss]
+            saved.seeds = [gradient]
 
     def backward_full(self, microbatch: int, gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
         """B. Gradients of the outputs in (None: this stage has the loss), of the inputs out."""
