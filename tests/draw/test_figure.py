@@ -80,6 +80,23 @@ def test_files_are_the_same_each_time(timeline, tmp_path, suffix, head):
     assert data.startswith(head) and data == (tmp_path / f"b{suffix}").read_bytes()
 
 
+def test_places_are_rounded_at_every_draw(timeline):
+    # The solver's last bits depend on the addresses of its objects, and the SVG writer names clip paths by them.
+    figure = draw_figure(timeline("1f1b", 12, 16))
+    assert len(figure.axes) == 3, "bars, memory as an image, its colour bar"
+    seen = []
+    for dpi in (100, 100, 300):
+        figure.set_dpi(dpi)
+        figure.draw_without_rendering()
+        seen.append([axes.get_position(original=True).bounds for axes in figure.axes])
+        points = np.array([axes.get_position(original=True).get_points() for axes in figure.axes])
+        assert np.array_equal(points, np.round(points, 6))
+    assert np.allclose(seen[0], seen[1], atol=1e-3) and np.allclose(seen[0], seen[2], atol=0.02)
+    figure.axes[0].set_xlabel("a label\nof two lines")
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().height < seen[2][0][3], "laid out anew"
+
+
 def test_a_large_figure_takes_seconds(timeline, tmp_path):
     drawn = timeline({"schedule": "1f1b", "num_stages_per_rank": 2}, 64, 256)
     begun = time.process_time()

@@ -16,7 +16,8 @@ from hocket.program import Op
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    from hocket.draw.layout import RoundedLayout
 
 _POINTS = 72
 _FONT = 7.0
@@ -92,15 +93,16 @@ def save_figure(sources: Sources, path: str | os.PathLike[str], *, dpi: float = 
         figure.savefig(path, dpi=dpi, metadata=metadata)
 
 
-def _import_matplotlib() -> tuple[type[Figure], type[ConstrainedLayoutEngine]]:
+def _import_matplotlib() -> tuple[type[Figure], type[RoundedLayout]]:
     try:
         from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+        from hocket.draw.layout import RoundedLayout
     except ImportError as error:
         raise ConfigError(
             f"a figure needs matplotlib, which cannot be imported ({error}); install it: pip install 'hocket[plot]'"
         ) from None
-    return Figure, ConstrainedLayoutEngine
+    return Figure, RoundedLayout
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------
